@@ -66,8 +66,8 @@ def joined_world() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     started, call = os.environ.get("WORLD_SIZE", "1"), 'init_process_group("cpu:gloo,cuda:nccl"), or "gloo"'
-    apart = f"{started} ranks were started but torch.distributed does not know of them; call {call} without CUDA"
-    if problem := start_problem(os.environ) or (None if started == "1" else apart):
+    unjoined = f"{started} ranks were started but torch.distributed does not know of them; call {call} without CUDA"
+    if problem := start_problem(os.environ) or (None if started == "1" else unjoined):
         raise ValueError(problem)
     return 1, 0
 

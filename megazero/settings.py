@@ -207,9 +207,9 @@ def hide_passwords(value: Any) -> Any:
         case str():
             return _url_without_password(value)
         case list() | tuple():
-            return [hide_passwords(one) for one in value]
+            return [hide_passwords(item) for item in value]
         case dict():
-            return {key: hide_passwords(one) for key, one in value.items()}
+            return {key: hide_passwords(item) for key, item in value.items()}
         case BaseModel():
             return hide_passwords(value.model_dump())
         case _:

@@ -103,7 +103,7 @@ def test_the_best_is_that_of_all_choices(base: ResolvedRun, megabytes: float) ->
     """The ten best, one of each shape, and the least time and memory of the front, against every choice there is."""
     cluster = _cluster(megabytes * 1e6)
     judge = _judge(cluster)
-    found = search(base, cluster, judge, space=_SPACE)
+    found = search(base, judge, space=_SPACE)
     fits: dict[ShapeChoice, tuple[float, int]] = {}
     for choice, run in _all_runs(base, 8):
         peak = judge.memory(run)[0]
@@ -135,7 +135,7 @@ def _judge(cluster: Cluster) -> PlainJudge:
 
 def _found(base: ResolvedRun, megabytes: float, processes: int = 1) -> SearchResult:
     cluster = _cluster(megabytes * 1e6)
-    return search(base, cluster, _judge(cluster), space=_SPACE, processes=processes)
+    return search(base, _judge(cluster), space=_SPACE, processes=processes)
 
 
 def test_processes_find_the_same(base: ResolvedRun) -> None:
@@ -186,7 +186,7 @@ def test_the_files_own_shape_is_told_and_wins_where_it_is_faster(base: ResolvedR
     shape = {"cp": 2, "cp_method": "ulysses", "pp": 4, "schedule": "zb-h1"}
     config = base.config.model_copy(update={"parallel": base.config.parallel.model_copy(update=shape)})
     own = resolve(config, 8)
-    found = search(base, cluster, judge, own=own, space=_SPACE)
+    found = search(base, judge, own=own, space=_SPACE)
     assert found.own == Need(*judge.memory(own), judge.seconds(own))
     assert not found.beats_best(int(30e6))
     best = found.best[0]

@@ -113,7 +113,7 @@ def schedule_problems(config: RunConfig) -> Iterable[Problem]:
     return schedule_problems(config)
 
 
-class Bar(bars.Progress):
+class ProgressBar(bars.Progress):
     """A progress bar on stderr with the rate and the remaining time.  It shows nothing if stderr is no terminal.
 
     Args:

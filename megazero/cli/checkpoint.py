@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from megazero.cli._common import Bar, fail, load_extensions, print_table
+from megazero.cli._common import ProgressBar, fail, load_extensions, print_table
 from megazero.registry import added
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _verify(folder: Folder) -> bool | None:
         print(f"{folder}: incomplete (no {index.MANIFEST}): not finished, or marked as damaged")
         return None
     try:
-        with Bar("verifying") as bar, reading(folder):
+        with ProgressBar("verifying") as bar, reading(folder):
             folder = folder.watched(bar.add)
             files, damage = index.read_manifest(folder), index.find_damage(folder)
             try:
@@ -220,7 +220,7 @@ def export(
     from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.hugging_face.exporter import export_model
 
-    with user_errors(), Bar("exporting") as bar:
+    with user_errors(), ProgressBar("exporting") as bar:
         load_extensions(extension)
         writers = {"hf": export_model} | added("export")
         if to not in writers:

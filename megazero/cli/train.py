@@ -88,8 +88,8 @@ def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overr
     """After a stop the same command; after the last step the same number of steps again."""
     more = [] if summary.stopped else [f"training.steps={summary.step + run.config.training.steps}"]
     replaced = ("checkpoint.resume=",) if summary.stopped else ("checkpoint.resume=", "training.steps=")
-    kept = [override for override in overrides if not override.startswith(replaced)]
-    return f"{_launcher()} {shlex.join([str(config), *kept, *more])}"
+    others = [override for override in overrides if not override.startswith(replaced)]
+    return f"{_launcher()} {shlex.join([str(config), *others, *more])}"
 
 
 def _launcher() -> str:
@@ -114,8 +114,12 @@ def _failure(run: ResolvedRun, has_cause: bool) -> str:
     from megazero.training.resuming import checkpoints_of
 
     begins = "once the cause is mended, the run" if has_cause else "the same command"
-    wish = run.config.checkpoint.resume
-    does = "begins at step 0" if wish in ("auto", "never") else f"goes on from checkpoint.resume={hide_passwords(wish)}"
+    resume = run.config.checkpoint.resume
+    does = (
+        "begins at step 0"
+        if resume in ("auto", "never")
+        else f"goes on from checkpoint.resume={hide_passwords(resume)}"
+    )
     nothing = f"no checkpoint had been written yet; {begins} {does} again"
     try:
         newest, state = find_newest(checkpoints_of(run.config)), nothing

@@ -344,7 +344,7 @@ def _rule_schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
 def _rule_activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
     """[activations] must name existing layers and pipeline ranks, each once."""
     own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
-    tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
+    tables = {"activations": own, **{f"activations.stages[{index}]": stage for index, stage in enumerate(own.stages)}}
     for table, choices in tables.items():
         for name in ("layers", "offload_layers"):
             chosen = getattr(choices, name)

@@ -43,6 +43,8 @@ from megazero.settings import (
 
 AXES = ("tp", "cp", "dp", "pp")
 Auto = Literal["auto"]
+Place = Literal["none", "cpu", "nvme", "auto"]
+Format = Literal["fp32", "bf16", "fp16"]
 
 _OWN_SCHEDULE = ActsWhere("parallel.schedule_file", (None,), "the file is the schedule")
 _STAGE_3 = ActsWhere("zero.stage", (3,), "only stage 3 gathers parameters")
@@ -191,14 +193,9 @@ class OffloadConfig(Section):
     """What is moved off the device between its uses."""
 
     #: Where optimizer state and master weights are: on the device, in host memory, in files, or by the free memory.
-    optimizer: Annotated[
-        Literal["none", "cpu", "nvme", "auto"],
-        ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded"),
-    ] = "none"
+    optimizer: Annotated[Place, ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded")] = "none"
     #: Where stage 3 keeps its shard of the weights.
-    parameters: Annotated[
-        Literal["none", "cpu", "nvme", "auto"], ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")
-    ] = "none"
+    parameters: Annotated[Place, ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")] = "none"
     #: Share of the optimizer state that is offloaded; the rest stays on the device.
     ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
     #: Directory for the files, on a local disk of each node; they are removed when the run ends.
@@ -255,7 +252,7 @@ class PrecisionConfig(Section):
     """Number formats."""
 
     #: Format of weights and activations. bf16 and fp16 keep fp32 master weights.
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    dtype: Format = "bf16"
     #: Matrix products of the layers in fp8, with a scale per row or per block of 128. Weight gradients stay in `dtype`.
     fp8: Annotated[
         Literal["none", "rowwise", "blockwise"],
@@ -266,12 +263,10 @@ class PrecisionConfig(Section):
         Fp8Layers, ActsWhere("precision.fp8", ("rowwise", "blockwise"), "no product is in fp8", is_noted=True)
     ] = "inner"
     #: Format in which a rank adds up the gradients of its micro-batches.
-    accumulate_dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
-    ] = "fp32"
+    accumulate_dtype: Annotated[Format, _halves("gradients of fp32 weights are kept in fp32")] = "fp32"
     #: Format in which gradients travel: between data-parallel ranks, and those of keys and values around a ring of cp.
     reduce_dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"],
+        Format,
         _halves("gradients of fp32 weights travel in fp32"),
         ActsWhere("zero.quantized_gradients", (0,), "gradients travel in blocks of 4 or 8 bits"),
     ] = "fp32"

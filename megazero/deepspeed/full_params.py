@@ -76,7 +76,9 @@ def GatheredParameters(  # noqa: N802  as DeepSpeed has it
     if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in given):
         raise ValueError(f"{modifier_rank=} before initialize: under zero.Init rank 0's changes count")
     changes = enabled and modifier_rank is not None
-    held = {id(real(one)): one for one in given if changes or (enabled and isinstance(one, UngatheredParameter))}
+    held = {
+        id(real(param)): param for param in given if changes or (enabled and isinstance(param, UngatheredParameter))
+    }
     with ExitStack() as contexts:
         for engine in list(ENGINES.values()):
             own = {name: held[key] for key, name in engine.sharded_model.names.items() if key in held}

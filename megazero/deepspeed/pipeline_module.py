@@ -217,10 +217,10 @@ class PipelineModule(nn.Module):
         for attribute, mine, theirs in zip(spec.tied_weight_attr, own, shared[spec.key], strict=True):
             if mine.shape != theirs.shape:
                 raise ValueError(f"layers {first} and {index} of key {spec.key!r} tie {attribute!r} of other shapes")
-            for part in module.modules():
-                for name, parameter in part._parameters.items():
+            for submodule in module.modules():
+                for name, parameter in submodule._parameters.items():
                     if parameter is mine:
-                        part._parameters[name] = theirs
+                        submodule._parameters[name] = theirs
         return module
 
 

@@ -59,7 +59,7 @@ _NOW = _Configured()
 
 
 def checkpoint_as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `checkpoint`, and return a list or tuple of one result as that result, a longer one as a tuple."""
+    """Call `checkpoint`.  A list or tuple of one result is returned as this result, a longer one as a tuple."""
     result = checkpoint(function, *args, **kwargs)
     if isinstance(result, tuple | list):
         return result[0] if len(result) == 1 else tuple(result)
@@ -70,20 +70,21 @@ def checkpoint_as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, and save only the arguments for its backward: `megazero.checkpoint`.
 
-    The function runs once more in the backward, so it must do the same again, with random numbers of torch's default
-    generators; what it does beside its result, such as the running averages of a batch norm, it does twice.  Calls may be
-    nested, and modules that ZeRO-3 gathers may be called.
+    The function runs again in the backward, so it must compute the same again, with random numbers of torch's default
+    generators.  Its side effects, such as running averages of a batch norm, happen twice.  Calls may be nested, and the
+    function may call modules that ZeRO-3 gathers.
 
     Args:
-        function: a module, or any other callable.
-        args, kwargs: nested in tuples, lists and dicts; tensors in other objects are saved as well, but a change of
-            theirs before the backward is not detected.  The configuration says where they are stored; parameters stay.
-        use_reentrant: only False, as for torch.utils.checkpoint.
+        function: a module or any other callable.
+        args, kwargs: tensors, possibly in tuples, lists and dicts.  Tensors in other objects are saved as well, but changes
+            to them before the backward are not detected.  The configuration says where arguments are stored; parameters
+            stay where they are.
+        use_reentrant: must be False.
 
     Raises:
         ValueError: `use_reentrant` is true.
-        RuntimeError: in the backward, the function did not do the same again, or an argument was changed in place; in the
-            function, it calls `backward`; `torch.autograd.grad` is all right.
+        RuntimeError: in the backward: the function did not compute the same again, or an argument was changed in place.
+            In the function: it calls `backward` (`torch.autograd.grad` is allowed).
     """
     if use_reentrant:
         raise ValueError("megazero.checkpoint takes no use_reentrant=True, a backward within a backward; leave it out")
@@ -146,7 +147,7 @@ def _nested() -> Iterator[None]:
 
 @contextmanager
 def pipeline_step() -> Iterator[None]:
-    """Run a step of a pipeline: host memory for arguments is page-locked when the step begins, and in no call."""
+    """Run a step of a pipeline in a `with` block: host memory for arguments is page-locked at its start, not in calls."""
     if _NOW.store is not None:
         _NOW.store.begin_step()
     _NOW.in_pipeline = True
@@ -166,14 +167,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose where calls of `checkpoint` store their arguments from now on.
+    """Set where calls of `checkpoint` store their arguments from now on.
 
     Args:
-        mpu_: without effect.
-        deepspeed_config: a configuration, or its path; its `activation_checkpointing` block holds where an option is None.
-        partition_activations, ..., profile: the keys of that block; docs/deepspeed_config.md says what they do.
+        mpu_: no effect.
+        deepspeed_config: a configuration or its path; its `activation_checkpointing` block replaces options that are None.
+        partition_activations, ..., profile: the keys of that block; see docs/deepspeed_config.md.
 
-    Raises: ConfigError: the block, or an option, is wrong.
+    Raises: ConfigError: the block or an option is wrong.
     """
     given = {
         "partition_activations": partition_activations,
@@ -209,18 +210,18 @@ def configure_by_block(block: CheckpointingBlock, tp: int) -> None:
 
 
 def is_configured() -> bool:
-    """Return whether the script has called `configure`."""
+    """Whether the script has called `configure`."""
     return _NOW.by_script
 
 
 def reset() -> None:
-    """Release the buffers; arguments that are in them stay until their backward."""
+    """Release the buffers.  Arguments in them stay until their backward."""
     _NOW.apply(_NOW.options)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing to do: sequence parallelism of the tensor-parallel layers cuts their activations."""
+    """No-op: sequence parallelism of the tensor-parallel layers shards their activations."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing to do: the buffer takes the size that a step needs."""
+    """No-op: the buffer gets the size that a step needs."""

@@ -39,7 +39,7 @@ _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 
 
 def refuses(text: str) -> Any:
-    """Return a method that raises a RuntimeError with this text."""
+    """Return a method that raises RuntimeError with this text."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(text)
@@ -48,7 +48,7 @@ def refuses(text: str) -> Any:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer that steps the flat shards, for schedules and for reading; it shares groups and state with `inner`."""
+    """The engine's optimizer as scripts see it, for schedules and for reading; it shares groups and state with `inner`."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -59,15 +59,15 @@ class EngineOptimizer(torch.optim.Optimizer):
     add_param_group = refuses("the parameters are in buckets already; give every group to megazero.initialize")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine clears gradients when a step ends."""
+        """No-op: the engine clears gradients at the end of a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's shards, as DeepSpeed's ZeRO optimizers give it: to look at, and not to load."""
+        """Return the state of this rank's shards, like DeepSpeed's ZeRO optimizers.  Read it, but do not load it."""
         warn("optimizer.state_dict() is this rank's part, to look at; engine.save_checkpoint(dir) writes all of it")
         return self.inner.state_dict()
 
     def count_step(self) -> None:
-        """Record that the engine has stepped; torch's schedules check it."""
+        """Count a step of the engine; torch's schedules check this."""
         self._opt_called = True
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class CheckpointedEngine(nn.Module):
-    """Base of `TrainingEngine` that holds what an engine trains and counts, and saves and loads it."""
+    """Base of `TrainingEngine`: holds the model, the optimizer and the counters, saves and loads them."""
 
     def __init__(
         self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
@@ -109,18 +109,18 @@ class CheckpointedEngine(nn.Module):
         *,
         asynchronous: bool = False,
     ) -> bool:
-        """Write weights, optimizer, schedule, counters and buffers to `save_dir/tag`.  Every rank calls it alike.
+        """Write weights, optimizer, schedule, counters and buffers to `save_dir/tag`.  Every rank must call this.
 
         Args:
             save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
-            tag: `global_step<n>` when None.
-            client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
-            save_latest: let `latest` name it.
-            exclude_frozen_parameters: without effect; a checkpoint holds every weight.
-            asynchronous: return once the state is copied to host memory; see `finish_saving`.
+            tag: name of the checkpoint; None for `global_step<n>`.
+            client_state: the script's own state: numbers, strings, tensors and containers of them.  Rank 0's is saved.
+            save_latest: write the tag to the file `latest`.
+            exclude_frozen_parameters: no effect; a checkpoint contains every weight.
+            asynchronous: return as soon as host memory has a copy of the state; see `finish_saving`.
 
         Raises:
-            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step, or
+            CheckpointError: on every rank: saving failed (older checkpoints are untouched), the call is within a step, or
                 the module no longer computes with the weights that are trained.
         """
         if exclude_frozen_parameters:
@@ -151,7 +151,7 @@ class CheckpointedEngine(nn.Module):
         return True
 
     def _trainer_state(self) -> TrainerState:
-        """Return the counters and the settings of the optimizer's groups, beside what every checkpoint has."""
+        """Return the trainer state of every checkpoint, with the engine's counters and the settings of optimizer groups."""
         return trainer_state(
             self.sharded_model,
             Position(self.global_steps, self.global_samples),
@@ -174,7 +174,7 @@ class CheckpointedEngine(nn.Module):
         return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
+        """Block until the last asynchronous checkpoint is durable, as the end of a script does.  Raises: CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
 
@@ -196,19 +196,20 @@ class CheckpointedEngine(nn.Module):
         """Load a checkpoint that was written on any number of ranks, at any stage and precision.
 
         Args:
-            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
-            load_module_strict: without effect; a checkpoint has the module's weights and no others.
-            custom_load_fn: None.
-            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
+            load_dir, tag: the arguments of `save_checkpoint`; a tag of None is read from the file `latest`.
+            load_module_strict: no effect; a checkpoint contains the module's weights and no others.
+            custom_load_fn: must be None.
+            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise, they start anew.
             load_lr_scheduler_states: load the schedule's step.
             load_module_only: load the weights and buffers alone.
 
-        Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
+        Returns: the checkpoint's directory and the saved `client_state`; (None, {}) if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: on every rank: it is damaged or of another model, and nothing has changed.  Or the storage
-                fails while the weights are read: then a forward or a checkpoint is a HalfSteppedError until one is loaded.
-            ValueError: an argument of DeepSpeed's that is not supported.
+            CheckpointError: on every rank: the checkpoint is damaged or of another model, and nothing has changed; or the
+                storage fails while weights are read.  In the latter case, a forward or a save raises HalfSteppedError until
+                a checkpoint is loaded.
+            ValueError: an argument is not supported.
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported; load a checkpoint's safetensors before initialize")
@@ -240,7 +241,7 @@ class CheckpointedEngine(nn.Module):
         self.zero_grad()
         return str(directory), saved.client
 
-    def _schedule_state(self, saved: _Saved) -> dict[str, Any] | None:
+    def _schedule_state(self, saved: _Record) -> dict[str, Any] | None:
         """Return the schedule's state, if the checkpoint and this run have one; a note where only one of them has."""
         if self.lr_scheduler is None and saved.schedule is not None:
             self._show("note: the checkpoint's schedule is left out; this run has none")
@@ -267,7 +268,7 @@ class CheckpointedEngine(nn.Module):
         if tag in ("", ".", "..", index.LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
 
-    def _check_loadable(self, saved: _Saved, groups: Sequence[Any] | None, schedule: Mapping[str, Any] | None) -> None:
+    def _check_loadable(self, saved: _Record, groups: Sequence[Any] | None, schedule: Mapping[str, Any] | None) -> None:
         buffers, own = saved.buffers, len(self.optimizer.param_groups)
         if groups is not None and len(groups) != own:
             raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {own}")
@@ -325,7 +326,7 @@ def _newest_tag(load_dir: str | Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _Record:
     """The contents of a checkpoint beside the sharded state."""
 
     trainer: TrainerState
@@ -334,7 +335,7 @@ class _Saved:
     buffers: dict[str, Tensor]
 
 
-def _read(directory: Folder) -> _Saved:
+def _read(directory: Folder) -> _Record:
     """Read the contents of a checkpoint beside the sharded state.  Raises: CheckpointError."""
     if not index.is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
@@ -348,7 +349,7 @@ def _read(directory: Folder) -> _Saved:
     if damage := index.find_damage(directory, records):
         raise index.DamagedError("; ".join(damage))
     files = {name: directory.read(name) for name in records}
-    return _Saved(
+    return _Record(
         trainer,
         _from_bytes(files[CLIENT_STATE]) if CLIENT_STATE in files else {},
         _from_bytes(files[SCHEDULE]) if SCHEDULE in files else None,

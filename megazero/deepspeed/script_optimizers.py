@@ -1,4 +1,4 @@
-"""Optimizers as DeepSpeed's scripts and configurations name them, and which of them can run on shards.
+"""Optimizers under the names of DeepSpeed's scripts and configurations, and a check that they can run on shards.
 
 The engine runs torch's fused kernels on the device or, offloaded, on the host, so DeepSpeed's Adam classes are one function.
 """
@@ -35,15 +35,17 @@ _WHY = "acts on more than one element at a time (a matrix, a norm, a block): on 
 
 
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
-    """Return the recipe of the optimizer that a configuration names.
+    """Return the factory of the optimizer that a configuration names.
 
     Args:
-        name: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam, FusedLion,
-            ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
-        params: as DeepSpeed or torch documents them; "fused" and "foreach" choose the kernel, else the fastest is.
-        groups: what each parameter group sets for itself.
+        name: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names for them (FusedAdam, DeepSpeedCPUAdam, FusedLion,
+            ...), in any case; a name that a script has added to `OPTIMIZERS`; or the name of a class in torch.optim.
+        params: parameters as DeepSpeed or torch documents them.  "fused" and "foreach" choose the kernel, by default the
+            fastest.
+        groups: settings of each parameter group.
 
-    Raises: ValueError: a name or a parameter does not exist, with a guess at what was meant; or it cannot run on shards.
+    Raises: ValueError: the name or a parameter does not exist (the message has a suggestion), or the optimizer cannot run on
+        shards.
 
     As in DeepSpeed: "Adam" is AdamW unless params has "adam_w_mode": false, which "AdamW" ignores; weight_decay is 0 unless
     given, for AdamW too, but torch's own 0.01 with "torch_adam": true; Lion starts from lr 1e-3 and betas (0.9, 0.999), not
@@ -72,11 +74,12 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
 
 
 def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
-    """Return a recipe that keeps a user's optimizer with its own group objects, and gives it the flat shards.
+    """Return a factory that gives the flat shards to a user's optimizer, which keeps its own group objects.
 
-    `allow_untested`: take a class of which it is not known that it acts element by element.
+    Args:
+        allow_untested: accept a class that is not known to act element by element.
 
-    Raises: ValueError, it has stepped, or cannot run on shards.
+    Raises: ValueError: the optimizer has stepped already, or cannot run on shards.
     """
     check_elementwise(optimizer, allow_untested)
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
@@ -92,10 +95,12 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
-    """Refuse an optimizer that can not run on shards.
+    """Refuse an optimizer that cannot run on shards.
 
-    `allow_untested` takes classes of which nothing is known; those known to mix elements are refused all the same.
-    Raises: ValueError with the reason.
+    Args:
+        allow_untested: accept unknown classes; classes that are known to mix elements are refused nevertheless.
+
+    Raises: ValueError: it cannot; the message has the reason.
     """
     cls = type(optimizer)
     if any(base.__name__.lower() in _NOT_ELEMENTWISE for base in cls.__mro__):
@@ -106,7 +111,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
 
 
 def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
+    """Return the optimizer class of a name in a configuration, and DeepSpeed's defaults that differ from the class's."""
     base = torch.optim.Optimizer
     of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
     if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
@@ -144,7 +149,10 @@ def adam(
     set_grad_none: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Make torch's AdamW; Adam where `adam_w_mode` or `adamw_mode` is False.  Raises: ValueError for another update."""
+    """Build torch's AdamW; torch's Adam if `adam_w_mode` or `adamw_mode` is False.
+
+    Raises: ValueError: an argument asks for another update rule.
+    """
     cls = _adam_class("Adam", bias_correction, fp32_optimizer_states, adam_w_mode and adamw_mode)
     return cls(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -160,5 +168,5 @@ compatible_ops = _CompatibleOps()
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """Return the groups as they are, in a list: without experts there is nothing to split off."""
+    """Return the groups unchanged, in a list: without experts, there is nothing to split off."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

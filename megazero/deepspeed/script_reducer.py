@@ -1,11 +1,11 @@
-"""Gradients of a script's own modules, of which a backward may reach some only, in an order that is known only as it runs.
+"""Reduces the gradients of a script's own modules.  A backward may reach only some parameters, in an unknown order.
 
-A parameter that the backward does not reach counts as zero at the end of its pass.  Not so under stage 3, where autograd
-says what will not be reached (`Reach`), and it counts as zero when the backward leaves its unit: a rank that waits for a
-reduction, for its memory, does not take part in the next gather.  So every rank starts a unit's reduction before it waits
-for a gather that is two units further, and none starts it while other ranks have yet to come to the unit.
+A parameter that the backward does not reach counts as zero at the end of its pass.  Under stage 3, it counts as zero when
+the backward leaves its unit, since autograd can tell that it will not be reached (`Reach`).  The reason: a rank that waits
+for a reduction, to get its memory, does not take part in the next gather.  So every rank starts a unit's reduction before it
+waits for a gather that is two units further, and no rank starts it before the other ranks have reached the unit.
 
-`ScriptReducer` serves pipelines of layers, `ModuleReducer` one module, whose backward the script itself may call.
+`ScriptReducer` is for pipelines of layers, `ModuleReducer` for a module whose backward the script itself may call.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class _Graph:
-    """The parameters of a chunk that the current backward does not reach.
+    """The parameters of a chunk that the running backward does not reach.
 
     Attributes:
-        unused: by part, the indices of shares.
-        visited: units of stage 3 that it has come to.
+        unused: by bucket chunk, the indices of the parameters in it.
+        visited: the units of stage 3 that the backward has reached.
     """
 
     def __init__(self, unused: dict[BucketGradients, list[int]]) -> None:
@@ -40,10 +40,12 @@ class _Graph:
 
 
 class ScriptReducer(GradientReducer):
-    """Counts a parameter as zero once it is certain that the backward under way does not reach it.  Arguments as the base.
+    """Counts a gradient as zero once it is certain that the running backward does not reach its parameter.
+
+    Args: see the base class.
 
     Attributes:
-        accumulates: while set, rounds add up in the buffers and nothing is sent.
+        accumulates: while set, micro-batches add up in the buffers and nothing is sent.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -54,7 +56,7 @@ class ScriptReducer(GradientReducer):
         self._reach: dict[int, Reach] = {}  # by chunk
 
     def follow_units(self, gatherer: ScriptGatherer) -> None:
-        """Mark the end of each pass, and leave out what a backward does not reach, unit by unit."""
+        """Mark the end of each pass, and count unreached gradients as zero unit by unit."""
         self._mark_end_of_pass = gatherer.buffers.mark_end_of_pass
         if any(bucket.layout.shards > 1 for bucket in self.buckets):  # else all ranks use the same parameters
             gatherer.on_backward = self.close_unused
@@ -67,18 +69,18 @@ class ScriptReducer(GradientReducer):
         return super().is_due(gradients) and not self.accumulates
 
     def is_in_pass(self) -> bool:
-        """Return whether the backward under way is one of this step's."""
+        """Whether the running backward belongs to this step."""
         return True
 
     def reopen(self) -> None:
-        """Let one more round follow the last one, whose reductions may have been started."""
+        """Allow one more micro-batch after the last one, whose reductions may have started."""
         self.reductions.reopen()
         for order in self.orders.values():
             for gradients in order.buckets:
                 gradients.reopen()
 
     def close_unused(self, chunk: int, unit: int) -> None:
-        """Set to zero the gradients that the running backward cannot reach, in the units that it has already left."""
+        """Zero the gradients that the running backward cannot reach, in the units that it has left."""
         if (order := self.orders.get(chunk)) is None or not self.is_in_pass():
             return
         graph = self._graph(chunk)
@@ -108,7 +110,7 @@ class ScriptReducer(GradientReducer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Accumulate micro-batches without communication in a `with` block; at stages 2 and 3 in whole-size buffers."""
+        """Accumulate micro-batches without communication in a `with` block.  Stages 2 and 3 then use unsharded buffers."""
         self.accumulates = True
         try:
             yield
@@ -117,10 +119,10 @@ class ScriptReducer(GradientReducer):
 
 
 class ModuleReducer(ScriptReducer):
-    """A gradient comes once in a pass, and its pass ends before the next one begins.
+    """The reducer of a module: each gradient arrives once in a pass, and a pass ends before the next one begins.
 
-    Until the first step has ended, buckets are reduced in the reverse of the order in which parameters were registered; then
-    in the order in which the first rank's first pass has brought their gradients (`learn_order`).
+    In the first step, buckets are reduced in the reverse order of parameter registration; later, in the order in which the
+    first rank's first pass produced their gradients (`learn_order`).
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -130,7 +132,7 @@ class ModuleReducer(ScriptReducer):
         self._came: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
 
     def serve(self, engine: Any) -> None:
-        """Take only the gradients that a `ModuleEngine` admits, without keeping the engine alive."""
+        """Accept only gradients that a `ModuleEngine` admits.  The engine is not kept alive."""
         self._served = ref(engine)
 
     def take(self, parameter: Tensor) -> None:
@@ -151,7 +153,7 @@ class ModuleReducer(ScriptReducer):
             self._came[order][gradients] = None
 
     def learn_order(self, axis: Axis) -> None:
-        """Between steps: reduce in the order of the last step's first pass on the first rank.  Once; a collective call."""
+        """Adopt the order of the gradients in the last step's first pass on the first rank.  Collective, between steps."""
         if not (learning := list(self._came)):
             return
         numbers = [{gradients: number for number, gradients in enumerate(order.buckets)} for order in learning]
@@ -173,7 +175,7 @@ def _follow(order: LaunchOrder, came: Sequence[int]) -> None:
 
 
 class Reach:
-    """Which of these parameters, all of which train, a backward reaches; asked while it runs.
+    """Finds which of some trained parameters the running backward reaches.
 
     loss <- f(w1) <- g(w0)                      reaches w1 and w0; w2, which this forward has not used, gets no gradient
     loss <- CheckpointFunction <- g(w0)         as far as its graph shows, only w0: the function runs a backward within,
@@ -185,7 +187,7 @@ class Reach:
         self._nodes: list[Node] = []  # that add to their gradients: twenty times slower to find than to ask for
 
     def missing(self) -> Sequence[nn.Parameter]:
-        """Return the parameters that the current backward does not reach; none if it adds to no gradient at all."""
+        """Return the parameters that the running backward does not reach; none if it adds to no gradient at all."""
         try:
             if not self._nodes:
                 self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]

@@ -1,4 +1,4 @@
-"""`megazero.initialize`: a script's model, optimizer and DeepSpeed configuration, as an engine.
+"""`megazero.initialize`: builds an engine from a script's model, optimizer and DeepSpeed configuration.
 
 config --> batch sizes, ZeRO, precision        model --> every parameter described, its optimizer group found
     \\--> optimizer, schedule, unless the script gives its own
@@ -62,28 +62,28 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     config_params: Mapping[str, Any] | None = None,
 ) -> tuple[TrainingEngine, Any, Any, Any]:
-    """Make an engine of a script's model, optimizer and DeepSpeed configuration.
+    """Build an engine from a script's model, optimizer and DeepSpeed configuration.
 
     Args:
-        args: may have `deepspeed_config`, the path of the configuration, instead of `config`.
+        args: may have `deepspeed_config`, the path of the configuration, in place of `config`.
         model: any module, or a `PipelineModule`.  Its parameters may have been built under `zero.Init`.
-        optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; the configuration's
-            when None.  With neither the engine only evaluates, and parameters are frozen until it is closed.
-        model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.  Of an
-            optimizer object, those that it has.
-        training_data: makes `training_dataloader`, cut over the data-parallel ranks.
-        lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
-        distributed_port: without effect; the launcher knows the port.
-        mpu: this rank's groups and device, from `parallel_state_of` or in a `PipelineParallelGrid`, if the model is built of
+        optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; None for that of the
+            configuration.  Without any, the engine only evaluates, and parameters are frozen until it is closed.
+        model_parameters: the parameters to train, or groups of them; None for all that require a gradient.  With an
+            optimizer object, its own parameters are trained.
+        training_data: dataset for `training_dataloader`, which is split over the data-parallel ranks.
+        lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; None for that of the configuration.
+        distributed_port: no effect; the launcher knows the port.
+        mpu: this rank's groups and device, from `parallel_state_of` or in a `PipelineParallelGrid`, if the model contains
             tensor-parallel layers.
-        dist_init_required: False where the script has initialised torch.distributed itself.
-        collate_fn: for `training_data`.
-        config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
+        dist_init_required: False if the script has initialised torch.distributed itself.
+        collate_fn: collates samples of `training_data`.
+        config, config_params: a DeepSpeed configuration: the path of its JSON, or its contents.
 
     Returns: (engine, optimizer or None, dataloader or None, schedule or None).
 
     Raises:
-        ConfigError: with everything that is wrong with the configuration.
+        ConfigError: the configuration is wrong; the error lists all problems.
         ValueError, TypeError: the arguments do not fit together, the optimizer cannot run on shards, or another engine
             holds a parameter.
         StorageError: offloaded state does not fit.
@@ -165,13 +165,15 @@ def init_distributed(
     """Join the ranks that a launcher such as torchrun has started.  No-op without a launcher, or when called again.
 
     Args:
-        dist_backend: of torch.distributed.  None, "gloo" and "nccl": gloo for the CPU, and with it nccl where there is CUDA.
-        timeout: how long a collective may wait for a peer.
-        init_method, rank, world_size: as torch takes them, where no launcher has set them in the environment.
-        dist_init_required: False where the script initialises torch.distributed itself.
-        auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher knows the ranks and the port.
+        dist_backend: backend of torch.distributed; None, "gloo" and "nccl" use gloo for the CPU, and nccl for CUDA.
+        timeout: longest time for which a collective may wait for a peer.
+        init_method, rank, world_size: see torch; for processes without a launcher's variables.
+        dist_init_required: False if the script initialises torch.distributed itself.
+        auto_mpi_discovery, distributed_port, verbose, config: no effect; the launcher knows the ranks and the port.
 
-    Raises: ValueError: a launcher has started this process, but what torchrun sets is missing or wrong.  MeetingError.
+    Raises:
+        ValueError: a launcher has started this process, but variables that torchrun sets are missing or wrong.
+        MeetingError: this rank cannot reach the others.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -212,7 +214,7 @@ def _leave() -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to a script's own arguments."""
+    """Add --deepspeed and --deepspeed_config to a script's argument parser."""
     group = parser.add_argument_group("megazero", "the configuration, under DeepSpeed's names")
     group.add_argument("--deepspeed", action="store_true", help="accepted for scripts; it is always on")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")

@@ -1,15 +1,15 @@
-"""Stage 3 for scripts' own modules, of which nothing is known before they run.
+"""Stage 3 for a script's own modules, about which nothing is known before they run.
 
     a run's unit                               a script's unit
-    its order comes from the schedule          is recorded as the model runs (`VisitHistory`), and compared: ranks that
-                                               gather different buckets raise an OrderError
-    hides its weights behind placeholders      behind proxies that gather a whole copy (`UngatheredParameter`)
-    runs within no other unit                  may: the outer unit then gathers its weights again
-    its results are its own                    may be another unit's, its weights, or objects
+    its order comes from the schedule          its order is recorded as the model runs (`VisitHistory`), and compared: ranks
+                                               that gather different buckets raise an OrderError
+    placeholders hide its weights              proxies that gather a whole copy hide them (`UngatheredParameter`)
+    runs within no other unit                  may run within another unit, which then gathers its weights again
+    computes its results itself                may return results of another unit, its weights, or objects
 
-A result that another unit has made, passed on or returned by an inner unit, gets a node of its own: a hook on the maker's
-node would gather this unit's weights, and perhaps the next unit's, just before the maker runs.  Where a change in place or a
-result in an attribute goes past the hook, the unit is gathered when autograd asks for its weights (`zero/saved_weights.py`).
+If a unit returns a result that another unit has computed, this result gets a new autograd node: a hook on the old node would
+gather this unit's weights, and perhaps the next unit's, just before the other unit's backward.  If an in-place change or a
+result in an attribute bypasses the hook, the unit is gathered when autograd needs its weights (`zero/saved_weights.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation"
 
 
 def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
-    """Return the units of a script's modules, in forward order as far as the order of attributes shows it.
+    """Return the units of a script's modules, in the order of their attributes, which is usually the forward order.
 
         Model                       units
           embedding                 embedding
@@ -53,7 +53,7 @@ def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
           head                      head
           scale: Parameter          Model, with `scale` alone   in use while the others run, so it never shares a buffer
 
-    A module with a method `units` lists them itself.
+    A module may list its units in a method `units`.
     """
     found = []
     for chunk, model in enumerate(chunks):
@@ -66,7 +66,7 @@ def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
 
 
 def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModule]:
-    holding = [part for part in module.modules() if next(part.parameters(), None) is not None]
+    holding = [submodule for submodule in module.modules() if next(submodule.parameters(), None) is not None]
     if not holding:
         return
     direct = parameter_attributes([module])
@@ -80,10 +80,9 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModul
 
 
 class VisitHistory(ScheduleOrder):
-    """Records which visit follows two others as the model runs, and predicts by that from the second pass on.
+    """Records which unit follows two others as the model runs, and predicts the next unit from the second pass on.
 
-    All ranks make the same guesses, since they run the same code.  At the edge of a pipeline's chunk the schedule
-    knows better.
+    All ranks predict the same, since they run the same code.  At the end of a pipeline's chunk, the schedule decides.
     """
 
     def __init__(self, chunk_of: Sequence[int]) -> None:
@@ -128,7 +127,7 @@ class VisitHistory(ScheduleOrder):
 
 
 class ScriptBuffers(GatherBuffers):
-    """Sends a label with each gather, so that ranks that gather different buckets raise an OrderError."""
+    """Gather buffers that send a label with each gather: if ranks gather different buckets, they raise an OrderError."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         super().__init__(buckets, policy)
@@ -151,13 +150,13 @@ class ScriptBuffers(GatherBuffers):
         return all_gather(nothing, nothing.clone(), axis, label)
 
     def compare_labels(self) -> None:
-        """Raises: OrderError: ranks have gathered different buckets."""
+        """Compare the labels of all gathers so far.  Raises: OrderError: ranks have gathered different buckets."""
         secondary = self.source.axes.values() if isinstance(self.source, SecondarySource) else ()
         for axis in dict.fromkeys([*self._axes, *secondary]):
             check_order(axis)
 
     def mark_end_of_pass(self) -> None:
-        """Send a label that ends the pass, so that ranks that gather more than this one get an error instead of waiting."""
+        """Send a label for the end of the pass, so that a rank that gathers more than this one gets an error, not a hang."""
         self._wait_for_marks()
         self._marks = [self._send("nothing, at the end of a backward", axis) for axis in self._axes if axis.size > 1]
 
@@ -171,7 +170,7 @@ class ScriptBuffers(GatherBuffers):
         super().forget()
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """Return a whole copy of one parameter in its own memory, from the bucket's buffer while it holds the weights."""
+        """Return a whole copy of a parameter in its own memory, from the bucket's buffer if that holds the weights."""
         if self.source.is_exact and self.holds(bucket):
             self.wait(bucket)
             flat = bucket.weights
@@ -180,7 +179,7 @@ class ScriptBuffers(GatherBuffers):
         return flat[slot.start : slot.stop].view(slot.info.shape).clone()
 
     def whole_bucket(self, bucket: Bucket, name: str) -> Tensor:
-        """Gather a copy [padded] of a bucket's weights, never quantized, in its own memory."""
+        """Gather a copy [padded] of a bucket's weights in its own memory.  It is never quantized."""
         flat = torch.empty_like(bucket.weights)
         shard = bucket.read(bucket.weight_shard, bucket.owned).to(self._device)
         all_gather(flat, shard, bucket.gather_axis, f"a copy of {name}").wait()
@@ -189,10 +188,10 @@ class ScriptBuffers(GatherBuffers):
 
 
 class _ScriptForward(SavingForward):
-    """Refuses views of weights that were made in the forward of another unit.
+    """Refuses views of weights that were created in the forward of another unit.
 
     Attributes:
-        versions: of the unit's parameters when the forward began.
+        versions: autograd versions of the unit's parameters at the start of the forward.
     """
 
     unit: ScriptUnit
@@ -210,7 +209,7 @@ class _ScriptForward(SavingForward):
 
 
 class ScriptUnit(Unit):
-    """A module of a script, whose forward may do anything."""
+    """A unit that is a module of a script, with an arbitrary forward."""
 
     gatherer: ScriptGatherer
 
@@ -260,10 +259,10 @@ class ScriptUnit(Unit):
 
 
 class ScriptGatherer(UnitGatherer):
-    """The units of a script's modules.
+    """Gathers the units of a script's modules.
 
     Attributes:
-        on_backward: called with the chunk and the index of a unit before its backward.
+        on_backward: called with the chunk and the index of a unit, before the unit's backward.
     """
 
     unit_type, buffers_type, order_type = ScriptUnit, ScriptBuffers, VisitHistory
@@ -286,7 +285,7 @@ class ScriptGatherer(UnitGatherer):
         return self._proxies[id(parameter)]
 
     def restore(self) -> None:
-        """Give the modules their parameters back, with whole weights in their own memory.  A collective call."""
+        """Give the modules their parameters back, with whole weights in their own memory.  Collective."""
         attributes = [attribute for unit in self.units for attribute in unit.attributes]
         whole = {bucket: self.buffers.whole_bucket(bucket, bucket.layout.name) for bucket in self.buckets}
         for module, key, parameter, placeholder in attributes:
@@ -298,10 +297,10 @@ class ScriptGatherer(UnitGatherer):
 
 
 class ScriptModel(ShardedModel):
-    """A script's modules under ZeRO.  The script may read parameters at any time, so no gather hides behind a forward.
+    """A script's modules under ZeRO.  No gather overlaps with a forward, since the script may read parameters at any time.
 
     Attributes:
-        names: qualified name by identity of the parameters that modules compute with.
+        names: qualified names of the modules' parameters, by id.
     """
 
     gathering = Gathering(hides=False, gatherer_type=ScriptGatherer)
@@ -316,7 +315,7 @@ class ScriptModel(ShardedModel):
             self.reducer.follow_units(self.gatherer)
 
     def restore(self) -> bool:
-        """Make the module a plain one again, with whole weights, as far as they fit on every rank.  A collective call."""
+        """Turn the module back into a plain one with whole weights, if they fit on every rank.  Collective."""
         self.detach()
         self.begin_step(1)  # waits for the reductions under way
         if not isinstance(self.gatherer, ScriptGatherer):
@@ -334,23 +333,23 @@ class ScriptModel(ShardedModel):
 
 
 class ScriptModule(ScriptModel):
-    """One module of a script, whose backward the script may call itself."""
+    """A module of a script under ZeRO.  The script may call its backward."""
 
     reducer_type = ModuleReducer
 
 
 class BoundParameters:
-    """The parameters of a module when it was sharded; checks that the module still computes with them.
+    """The parameters of a module at the time when it was sharded, and a check that the module still computes with them.
 
-    A script may freeze a parameter, exchange it or its data, or add one, at any time; its training would end without a word.
+    A script may freeze, replace or add a parameter at any time.  Without the check, training would silently ignore that.
 
     Args:
-        model: holds the module's parameters.
+        model: the sharded module.
 
     Attributes:
-        home: by name, the bucket of a parameter and its slot there.
-        copies: by bucket, all copies of it on this rank, in an order that all ranks share.
-        modifiers: by name, the `modifier_rank` of the GatheredParameters that a parameter is within.
+        home: bucket and slot of each parameter, by name.
+        copies: all copies of each bucket on this rank, in an order that is the same on all ranks.
+        modifiers: the `modifier_rank` of the open GatheredParameters block of a parameter, by name.
     """
 
     def __init__(self, module: nn.Module, model: ScriptModel) -> None:
@@ -365,7 +364,7 @@ class BoundParameters:
         self.modifiers: dict[str, int | None] = {}
 
     def find(self, names: Iterable[str]) -> dict[str, tuple[Bucket, int]]:
-        """Return the home of each parameter, of a tied one by any of its names.  Raises: KeyError."""
+        """Return the bucket and slot of each parameter, by any of its names.  Raises: KeyError: a name is unknown."""
         tied = {name: self._names[id(held)] for name, held in self._held.items() if id(held) in self._names}
         found = {name: self.home.get(tied.get(name, name)) for name in names}
         if missing := [name for name, home in found.items() if home is None]:
@@ -374,7 +373,7 @@ class BoundParameters:
         return {name: home for name, home in found.items() if home is not None}
 
     def check(self) -> None:
-        """Raises: RuntimeError: a parameter was frozen, unfrozen, replaced, tied or added since."""
+        """Check the module.  Raises: RuntimeError: a parameter was frozen, unfrozen, replaced, tied or added since."""
         now = dict(_held_in(self._module))
         changed = [name for name, parameter in self._held.items() if now.get(name) is not parameter]
         changed += [name for name in now.keys() - self._held.keys() if now[name].requires_grad]

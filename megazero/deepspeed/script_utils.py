@@ -1,4 +1,4 @@
-"""Helpers of `deepspeed.utils` and `deepspeed.runtime.utils` that scripts call beside the engine."""
+"""The functions of `deepspeed.utils` and `deepspeed.runtime.utils` that scripts call."""
 
 import gc
 import logging
@@ -31,7 +31,12 @@ logger = _make_logger()
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks; on all of them if `ranks` begins with -1, and on none if it is empty, once there are ranks."""
+    """Log a message on some ranks.
+
+    Args:
+        ranks: ranks that log; if it begins with -1, all do.  Without torch.distributed, the process always logs.
+        level: level of the message.
+    """
     wanted = list(ranks or ())
     rank = dist.get_rank() if dist.is_initialized() else None
     if rank is None or wanted[:1] == [-1] or rank in wanted:
@@ -39,7 +44,7 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return the same containers with copies of their tensors on a device, so that torch.save writes no whole bucket."""
+    """Copy the tensors in nested containers to a device.  torch.save would write the whole bucket behind a view of it."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), item)
 
 
@@ -51,7 +56,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the memory of the device and of the host on rank 0; nothing without `force`."""
+    """Print the memory in use on the device and the host, on rank 0.  No-op without `force`."""
     if not force or (dist.is_initialized() and dist.get_rank() > 0):
         return
     gc.collect()
@@ -67,14 +72,14 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a module that reads another's parameter gets it gathered."""
+    """No-op: a module that reads another module's parameter gets it gathered."""
 
 
-#: What `deepspeed.git_version_info` has of the build; 0.0 where readers are to ask torch.
+#: The build information of `deepspeed.git_version_info`; 0.0 for versions that readers should get from torch.
 torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version": "0.0", "nccl_version": "0.0"}
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Return whether torch is of `min_version` or newer, and of `max_version` or older."""
+    """Whether torch is `min_version` or newer, and `max_version` or older."""
     version = torch.__version__
     return not (min_version and version < str(min_version)) and not (max_version and version > str(max_version))

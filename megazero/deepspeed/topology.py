@@ -1,4 +1,4 @@
-"""DeepSpeed's names for the rank grid: axes "pipe", "data" and "model", the innermost last.
+"""The rank grid under DeepSpeed's names: the axes "pipe", "data" and "model", the innermost last.
 
     PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)    is    RankGrid(pp=2, dp=3, tp=2)
 
@@ -26,13 +26,13 @@ class ProcessTopology:
 
     Args:
         axes: some of "pipe", "data" and "model", outermost first.
-        dims: the ranks along each.
+        dims: number of ranks along each axis.
 
     Attributes:
-        grid: the same as a `RankGrid`.
+        grid: the equivalent `RankGrid`.
 
     Raises:
-        ValueError: another axis, or not a size for each.
+        ValueError: an axis is unknown, or there is not a size for each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -101,15 +101,15 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """This rank's place and groups under DeepSpeed's names.
+    """This rank's coordinates and groups under DeepSpeed's names.
 
     Args:
-        topology: data parallelism over all ranks when None.
-        process_group: only None: the grid spans all ranks.
-        state: the groups, if they exist already; made here otherwise, by all ranks together.
+        topology: the topology; None for data parallelism over all ranks.
+        process_group: must be None, since the grid spans all ranks.
+        state: existing groups; None makes them, which is collective.
 
     Raises:
-        ValueError: the topology does not have as many ranks as were started.
+        ValueError: the topology and the world differ in the number of ranks.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PipelineParallelGrid:
         return self.parallel_state.rank
 
     def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
-        """Return the rank of a stage at this rank's other coordinates, or at the given ones."""
+        """Return the rank of a stage.  Its other coordinates are this rank's, unless given."""
         own = self._topology.get_coord(self.get_global_rank())._asdict()
         return self._topology.get_rank(**own | coordinates | {"pipe": stage_id})
 
@@ -139,7 +139,7 @@ class PipelineParallelGrid:
         return self.parallel_state.pp.index
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank among those with the same weights."""
+        """Return this rank's index among the ranks with the same weights."""
         return self.parallel_state.dp.index
 
     def __getattr__(self, name: str) -> Callable[[], Any]:

@@ -1,8 +1,8 @@
-"""What the engines of a user's own script have in common: the end of a step, its report, what a script may ask.
+"""The common base of the engines for scripts: the end of a step, its report, and the calls for information.
 
     gradients of one step in the buckets -> norm, clip, step (or skip) -> schedule -> counters -> report
 
-The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is different.
+The calls and their meanings are DeepSpeed's; docs/deepspeed.md lists the differences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megazero.zero.sharding import DTYPES
 T = TypeVar("T")
 
 _TABLE = NAMES["engine"]
-#: Methods without arguments that return what the configuration says, or where this rank is.
+#: Methods without arguments that return a value of the configuration or a coordinate of this rank.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(path) for name, path in _TABLE["settings"].items()},
     "bfloat16_enabled": lambda engine: engine.config.precision.dtype == "bf16",
@@ -59,10 +59,10 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine.config.zero.stage >= 3,
 }
 
-#: Methods that ask whether something is on that does not exist here: False.
+#: Methods that ask for features that do not exist here; they return False.
 NEVER = frozenset(_TABLE["never"].split())
 
-#: The engines of this process, in the order they were made: a parameter finds its own, a backward knows of another's.
+#: The engines of this process, in the order of construction: used to find a parameter's engine and running backwards.
 ENGINES: WeakValueDictionary[int, TrainingEngine] = WeakValueDictionary()
 
 
@@ -116,7 +116,14 @@ class StepReport:
         self._seconds[phase] += time.perf_counter() - started
 
     def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
-        """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
+        """Report a step that has ended.
+
+        Args:
+            number: number of the step, from 1 on.
+            samples: samples so far.
+            statistics: loss and norm of the step.
+            lrs: learning rate of each group in the next step.
+        """
         config, scaler = self._config, self._model.scaler
         every = config.json.steps_per_print or (1 if config.wall_clock_breakdown else None)
         if every is not None and number % every == 0:
@@ -148,15 +155,15 @@ class TrainingEngine(CheckpointedEngine):
     """Base of `ModuleEngine` and `PipelineEngine`.
 
     Args:
-        module: the user's; its parameters are bound to `model`.
-        show: prints a line; used on rank 0.
+        module: the user's module, whose parameters are bound to `model`.
+        show: prints a line on rank 0.
 
     Attributes:
-        optimizer: the torch optimizer that steps the flat shards; its groups are the user's.
-        lr_scheduler: stepped after every update that was not skipped, or None.
-        training_dataloader: made from `training_data`, or None.
+        optimizer: the torch optimizer of the flat shards, with the user's groups.
+        lr_scheduler: the schedule, which advances after every update that was not skipped; None without one.
+        training_dataloader: the loader of `training_data`; None without data.
         global_steps, global_samples, micro_steps, skipped_steps: counters, restored from checkpoints.
-        device, global_rank, local_rank, world_size, dp_world_size, mp_world_size: this rank's place.
+        device, global_rank, local_rank, world_size, dp_world_size, mp_world_size: this rank's place in the grid.
     """
 
     def _prepare(self) -> None:
@@ -225,7 +232,7 @@ class TrainingEngine(CheckpointedEngine):
             self.train(was_training)
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        """Return the iterator to train on: the script's, or one over `training_data` that never ends."""
+        """Return the iterator to train on: the script's, or an endless one over `training_data`."""
         if data_iter is not None:
             return data_iter
         if self.training_dataloader is None:
@@ -251,7 +258,7 @@ class TrainingEngine(CheckpointedEngine):
         if not failed:
             return result
         own = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
-        found = [one for one in gather_objects(own, world) if one is not None]
+        found = [problem for problem in gather_objects(own, world) if problem is not None]
         if failure is not None:
             raise failure
         kind = StopIteration if all(ended for _, ended in found) else ValueError
@@ -263,11 +270,11 @@ class TrainingEngine(CheckpointedEngine):
         return loss.float() / self.dp_world_size
 
     def close(self) -> None:
-        """Turn the module back into a plain one with whole weights, and release files and writers.
+        """Turn the module back into a plain one with whole weights, and release files and writers.  Collective.
 
-        A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
-        take the module.  While an error is handled, the interpreter exits, or after `destroy_process_group`, peers may be
-        gone: weights that stage 3 has cut then stay cut.
+        Waits until an asynchronous checkpoint is durable.  Afterwards the engine cannot be used, but another engine may take
+        the module.  While an error is handled, at the interpreter's exit, and after `destroy_process_group`, peers may be
+        gone; then weights that stage 3 has sharded stay sharded.
         """
         if self._is_closed:
             return
@@ -290,7 +297,8 @@ class TrainingEngine(CheckpointedEngine):
     def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
         """Let every call that would train raise an error, since there is no optimizer.
 
-        requires_grad: by name, what parameters are again after `close`, or when the engine is dropped.
+        Args:
+            requires_grad: the flags that parameters get back after `close`, or when the engine is dropped, by name.
         """
         self.has_optimizer = False
         self._thaw = thaw = weakref.finalize(self, _thaw, self.module, requires_grad)
@@ -302,9 +310,11 @@ class TrainingEngine(CheckpointedEngine):
     compile = refuses("compile the module with torch.compile, and give that to initialize")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of a step by its number of micro-batches.
+        """Set the samples of a step, by changing its number of micro-batches.
 
-        Raises: ValueError, it is no multiple; RuntimeError, a step has begun.
+        Raises:
+            ValueError: the number is no multiple of a micro-batch on all ranks.
+            RuntimeError: a step has begun.
         """
         micro_batches = self.config.micro_batch_size * self.dp_world_size
         if train_batch_size < micro_batches or train_batch_size % micro_batches:
@@ -312,7 +322,7 @@ class TrainingEngine(CheckpointedEngine):
         self._set_sizes(self.config.micro_batch_size, train_batch_size // micro_batches)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch, and with it those of a step; the data is the script's own."""
+        """Set the samples of a micro-batch, and so those of a step.  The script's data must match."""
         self._set_sizes(micro_batch_size, self.config.accumulation)
 
     def _set_sizes(self, micro: int, accumulation: int) -> None:
@@ -322,15 +332,15 @@ class TrainingEngine(CheckpointedEngine):
         self.config = replace(self.config, micro_batch_size=micro, accumulation=accumulation, train_batch_size=whole)
 
     def allreduce_gradients(self) -> None:
-        """Nothing to do: the backward reduces gradients as they come."""
+        """No-op: the backward reduces gradients as they are computed."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: gathered weights lie in buffers of a fixed size."""
+        """No-op: gathered weights are in buffers of a fixed size."""
 
     # --- What a script asks.
 
     def __getattr__(self, name: str) -> Any:
-        """Look up names of DeepSpeed that are no methods here, then the module's own attributes."""
+        """Look up a name of DeepSpeed that is no method here, then an attribute of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -365,19 +375,19 @@ class TrainingEngine(CheckpointedEngine):
         return [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients over the whole model, before clipping; None before the first step."""
+        """Return the norm of the last step's gradients over the whole model, before clipping; None before a step."""
         return None if self._last_step is None else self._last_step.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
+        """Whether the last `step()` or `train_batch()` changed the weights, instead of only ending a micro-batch."""
         return self._step_applied
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of model state on this rank, by kind; kinds off the device name where they are."""
+        """Return the bytes of model state on this rank, by kind.  A kind off the device names its place."""
         return self.sharded_model.memory_bytes()
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return whole weights and buffers by name, on every rank: a collective call under stage 3."""
+        """Return whole weights and buffers by name, on every rank.  Collective under stage 3."""
         return self.module.state_dict()
 
 

@@ -1,9 +1,9 @@
-"""What a module has instead of a parameter that stage 3 has not gathered.
+"""A proxy that takes the place of a parameter in its module while stage 3 has not gathered it.
 
-The proxy has the parameter's shape, dtype and device, and no values.  Code that reads it outside its unit's forward (a
-tied output projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for it alone, through which gradients
-flow.  Code that would change it gets an error, since a change of a copy would be lost; while `whole` is set, it stands for
-that tensor, which may be changed.
+The proxy has the parameter's shape, dtype and device, but no values.  Code that reads it outside its unit's forward (a
+tied output projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for this use, through which
+gradients flow.  Code that would change it gets an error, since the change of a copy would be lost.  While `whole` is set,
+the proxy stands for that tensor, which may be changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _GatherWhole(torch.autograd.Function):
 
 
 class UngatheredParameter(nn.Parameter):
-    """Proxy of a parameter while its weights are spread over the ranks; see the module's text."""
+    """The proxy of a parameter while its weights are sharded over the ranks."""
 
     label: str
     stands_for: nn.Parameter
@@ -47,7 +47,12 @@ class UngatheredParameter(nn.Parameter):
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
-        """Return the proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together."""
+        """Return the proxy of a parameter.
+
+        Args:
+            name: qualified name, for errors.
+            gather: returns a whole copy; collective over the ranks that share the weights.
+        """
         device = parameter.device
         with torch._C._DisableTorchDispatch():  # of a mode's own tensors there are no others
             empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
@@ -56,7 +61,7 @@ class UngatheredParameter(nn.Parameter):
         return made
 
     def restore(self) -> nn.Parameter:
-        """Return the parameter with whole values in its own memory; the proxy stands for it from now on.  Collective."""
+        """Return the parameter with whole values in its own memory.  The proxy stands for it from now on.  Collective."""
         if self.whole is not self.stands_for:
             self.stands_for.data = self.whole_copy()
             self.whole = self.stands_for
@@ -105,7 +110,7 @@ class _ReadOnly(Tensor):
 
     @staticmethod
     def of(result: Any, label: str) -> Any:
-        """Return the same values, which refuse changes."""
+        """Return a result in which tensors refuse changes."""
         if not isinstance(result, Tensor):
             return result
         made = result.as_subclass(_ReadOnly)
@@ -128,7 +133,7 @@ class _ReadOnly(Tensor):
 
 
 def real(value: Any) -> Any:
-    """Return the parameter that a proxy stands for; anything else as it is."""
+    """Return the parameter of a proxy; return any other value unchanged."""
     return value.stands_for if isinstance(value, UngatheredParameter) else value
 
 
@@ -146,7 +151,7 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
 
 
 def opened(value: Any) -> Any:
-    """Return the tensor for which a proxy stands within GatheredParameters; anything else as it is."""
+    """Return the whole tensor of a proxy within GatheredParameters; return any other value unchanged."""
     return value if not isinstance(value, UngatheredParameter) or value.whole is None else value.whole
 
 

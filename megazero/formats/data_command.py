@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import Bar, fail
+from megazero.cli._common import ProgressBar, fail
 from megazero.cli.checkpoint import user_errors
 from megazero.training.signals import EXIT_REFUSED
 
@@ -36,7 +36,7 @@ def tokenize(
     from megazero.formats.tokenize import check_outputs, tokenize_files
 
     try:
-        with user_errors(), Bar("tokenizing") as progress:
+        with user_errors(), ProgressBar("tokenizing") as progress:
             if tokenizer.endswith(".model"):
                 from megazero.formats.sentence_piece import convert
 

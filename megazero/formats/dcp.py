@@ -207,7 +207,7 @@ class _Entries(ForeignCheckpoint):
 def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
     """Return the folder if it holds such a checkpoint, or the two folders of accelerate's `save_state` under FSDP."""
     below = [folder.child(name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
-    return [folder] if folder.has(METADATA) else [one for one in below if one.has(METADATA)]
+    return [folder] if folder.has(METADATA) else [child for child in below if child.has(METADATA)]
 
 
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:

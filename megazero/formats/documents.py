@@ -54,7 +54,7 @@ class FileRange(NamedTuple):
     kind: str  # what the file holds; that of its name, unless its content decides
 
 
-class Problem(NamedTuple):
+class SkippedText(NamedTuple):
     """A file, line or row that was left out, and the reason."""
 
     path: str
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
 
 def find_files(
     inputs: Sequence[str | os.PathLike[str]], without: Collection[Path] = ()
-) -> tuple[list[Path], list[Problem], int]:
+) -> tuple[list[Path], list[SkippedText], int]:
     """Return the files of the inputs, the problems with files that cannot be read, and the number of hidden names.
 
     Args:
@@ -86,7 +86,7 @@ def find_files(
         ModuleNotFoundError: a file needs a package that is not installed.
     """
     files: list[Path] = []
-    problems: list[Problem] = []
+    problems: list[SkippedText] = []
     hidden = 0
     own = {os.path.abspath(path) for path in without}
     unread: list[OSError] = []
@@ -102,10 +102,10 @@ def find_files(
             names[:] = sorted(name for name in names if not name.startswith(".") and not name.endswith(".tokenizing"))
             links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
             why = "a link to a directory, which is not followed; name it as an input to read it"
-            problems += [Problem(str(path), -1, why) for path in links]
+            problems += [SkippedText(str(path), -1, why) for path in links]
             found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
-    problems += [Problem(str(error.filename), -1, error.strerror or str(error)) for error in unread]
+    problems += [SkippedText(str(error.filename), -1, error.strerror or str(error)) for error in unread]
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
     for path in files:
@@ -138,13 +138,13 @@ def _without_pairs(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in ours]
 
 
-def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange], list[Problem]]:
+def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange], list[SkippedText]]:
     """Cut files into ranges of about `range_bytes`, in order, where their format allows it.
 
     Returns: the ranges; the problems with files that cannot be read.
     """
     ranges: list[FileRange] = []
-    problems: list[Problem] = []
+    problems: list[SkippedText] = []
     for file in files:
         try:
             about = file.stat()
@@ -153,7 +153,7 @@ def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange],
             with file.open("rb"):
                 ranges += _ranges_of(str(file), about.st_size, range_bytes)
         except Exception as error:  # pyarrow's are of its own kinds
-            problems.append(Problem(str(file), -1, getattr(error, "strerror", None) or str(error)))
+            problems.append(SkippedText(str(file), -1, getattr(error, "strerror", None) or str(error)))
     return ranges, problems
 
 

@@ -141,7 +141,7 @@ def _state(
         optimizer[f"state.{theirs.name}.step"] = torch.tensor(float(trainer.optimizer_steps))
         settings = _settings(trainer, decays=len(shape) > 1)
         optimizer |= {f"param_groups.{theirs.name}.{key}": value for key, value in settings.items()}
-    size = sum(one.nbytes for one in (*state.values(), *optimizer.values()) if isinstance(one, Tensor) and one.is_meta)
+    size = sum(x.nbytes for x in (*state.values(), *optimizer.values()) if isinstance(x, Tensor) and x.is_meta)
     if moments:
         state["optimizer"] = optimizer
     state["lr_scheduler"] = {"last_epoch": trainer.optimizer_steps}

@@ -127,7 +127,7 @@ def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> Mode
     except ConfigError as error:
         raise ValueError("; ".join(map(str, error.problems))) from error
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors()]
+        wrong = [f"{'.'.join(map(str, key['loc']))}={key['input']!r}: {key['msg']}" for key in error.errors()]
         raise ValueError("; ".join(wrong)) from error
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import Bar, load_extensions
+from megazero.cli._common import ProgressBar, load_extensions
 from megazero.cli.checkpoint import DtypeOption, ExtensionOption, ShardOption, options_of, user_errors
 
 
@@ -26,7 +26,7 @@ def import_(
     from megazero.formats.hugging_face import MODEL_TOML
     from megazero.formats.importer import import_checkpoint
 
-    with user_errors(), Bar("importing") as bar:
+    with user_errors(), ProgressBar("importing") as bar:
         load_extensions(extension)
         own = {"form": form, "run_file": run_file, "step": step, "samples": samples, "seq_len": seq_len}
         options = options_of("import", import_checkpoint, dtype, max_shard_size, **own)

@@ -123,7 +123,7 @@ def _recognised(folder: LocalFolder) -> str:
     for name, form in FORMS.items():
         if form.recognises(folder):
             return name
-    below = [child for child in folder.folders() if any(one.recognises(folder.child(child)) for one in FORMS.values())]
+    below = [name for name in folder.folders() if any(form.recognises(folder.child(name)) for form in FORMS.values())]
     if below:
         raise CheckpointError(f"{folder} holds several checkpoints; name one of them: {', '.join(below[-3:])}")
     forms = ", ".join(f"{name} ({form.about})" for name, form in FORMS.items())
@@ -142,8 +142,8 @@ def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunCo
     if some != both or found.optimizer_steps < 1:
         counted = f"{found.optimizer_steps} updates: AdamW needs {both} and the number of its updates"
         raise CheckpointError(f"{found.path} has {some} after {counted}")
-    if set(kept := optimizer_of(config.optimizer).known_states) != set(ADAM):
-        ours = f"optimizer.name={config.optimizer.name} of {run_file} keeps {' and '.join(kept) or 'no state'}"
+    if set(states := optimizer_of(config.optimizer).known_states) != set(ADAM):
+        ours = f"optimizer.name={config.optimizer.name} of {run_file} keeps {' and '.join(states) or 'no state'}"
         raise CheckpointError(f"the checkpoint has AdamW's {both}, and {ours}: say 'adamw' or 'adam' there")
     return True
 

@@ -171,7 +171,7 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
         state, bucket = _STATE.fullmatch(name), _BUCKET.fullmatch(name)
         beside = [tensors.get(bucket[1] + kind) for kind in ("param", *ADAM)] if bucket else []
-        if bucket and all(one is not None and one.shape == tensor.shape for one in beside):
+        if bucket and all(moment is not None and moment.shape == tensor.shape for moment in beside):
             sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
         elif bucket or (state and state["kind"] not in _KINDS):
             found.unknown.append(name)
@@ -181,8 +181,8 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
             stacked = _STACKED.fullmatch(short) if tensor.shape else None
             layers = source.slices(name) if stacked else [tensor]
             for layer, held in enumerate(layers):
-                one = f"{stacked['before']}.{layer}.{stacked['after']}" if stacked else short
-                found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
+                weight_name = f"{stacked['before']}.{layer}.{stacked['after']}" if stacked else short
+                found.add_tensor(kind, weight_name, _whole(held, weights.get(weight_name)), entry=name)
     if sizes and (read := _in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
         for kind, name in product(("param", *ADAM), weights):
             tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, kind, name))

@@ -40,7 +40,7 @@ def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer,
         OSError: the file cannot be read, or the cache cannot be written.
     """
     files = [file for file in (path, Path(f"{path}.index")) if file.exists()]
-    state = path.absolute(), tokenizer.fingerprint, [(one.st_size, one.st_mtime_ns) for one in map(Path.stat, files)]
+    state = path.absolute(), tokenizer.fingerprint, [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files)]
     prefix = Path(cache_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(repr(state).encode())}"
     with locked(prefix, "token files are kept as pairs", say):
         if not all(Path(f"{prefix}.{end}").exists() for end in ("bin", "idx")):

@@ -31,7 +31,7 @@ from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
-from megazero.formats.documents import FileRange, Problem, cut_files, documents_of, find_files, kind_of
+from megazero.formats.documents import FileRange, SkippedText, cut_files, documents_of, find_files, kind_of
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
@@ -89,8 +89,8 @@ class _Tokenized:
     unread: int = 0
     empty: int = 0
     is_final: bool = True  # False after an I/O error, which the next start may not meet
-    named_unread: list[Problem] = field(default_factory=list)  # the first of them
-    named_empty: list[Problem] = field(default_factory=list)
+    named_unread: list[SkippedText] = field(default_factory=list)  # the first of them
+    named_empty: list[SkippedText] = field(default_factory=list)
 
 
 def tokenize_files(
@@ -136,7 +136,7 @@ def tokenize_files(
     job = _Job(folder, os.fspath(tokenizer), encoder.eod_token, encoder.fingerprint, dtype.str, jsonl_key)
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
-    def leave_out(count: int, named: Sequence[Problem], what: str) -> None:
+    def leave_out(count: int, named: Sequence[SkippedText], what: str) -> None:
         listed = _listed(count, named)
         if count and not skip_bad:
             cure = "mend them, or leave them out with --skip-bad; what is done is kept"
@@ -149,7 +149,7 @@ def tokenize_files(
         shards, uncut = make_shards(files, job)
         unread += uncut
         ranges = [file_range for shard in shards for file_range in shard.ranges]
-        found = [*dict.fromkeys(one.path for one in ranges if one.kind != kind_of(one.path)[0])]
+        found = [*dict.fromkeys(span.path for span in ranges if span.kind != kind_of(span.path)[0])]
         notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         leave_out(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
@@ -200,13 +200,13 @@ def _remove_shards(folder: Path) -> None:
         folder.rmdir()  # unless somebody else has put a file there
 
 
-def _listed(count: int, named: Sequence[Problem]) -> str:
+def _listed(count: int, named: Sequence[SkippedText]) -> str:
     lines = [str(problem) for problem in named[:_NAMED]]
     lines += [f"and {count - len(lines):,} more"] if count > len(lines) else []
     return "".join(f"\n  {line}" for line in lines)
 
 
-def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Problem]]:
+def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[SkippedText]]:
     """Group the files into shards, in order.  Returns: the shards; the problems with files that cannot be read."""
     states: dict[str, tuple[int, int]] = {}
     for path in files:
@@ -324,7 +324,7 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
     def unread(file_range: FileRange, position: int, error: Exception) -> None:
         done.unread += 1
         if len(done.named_unread) < _NAMED:
-            done.named_unread.append(Problem(file_range.path, position, str(error) or repr(error)))
+            done.named_unread.append(SkippedText(file_range.path, position, str(error) or repr(error)))
 
     for file_range in shard.ranges:
         count = 0
@@ -344,7 +344,7 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
                     continue
                 done.empty += 1
                 if len(done.named_empty) < _NAMED:
-                    done.named_empty.append(Problem(file_range.path, position, "empty"))
+                    done.named_empty.append(SkippedText(file_range.path, position, "empty"))
         except Exception as error:  # of reading: whoever takes the ids raises nothing here
             unread(file_range, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
             done.is_final &= not isinstance(error, OSError)

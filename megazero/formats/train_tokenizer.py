@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS
-from megazero.formats.documents import Problem, cut_files, documents_of, find_files
+from megazero.formats.documents import SkippedText, cut_files, documents_of, find_files
 from megazero.settings import write_text
 
 _RANGE_BYTES: Final = 1 << 24
@@ -43,7 +43,7 @@ def train_tokenizer(inputs: Sequence[str], out: Path, vocab_size: int, jsonl_key
         for each in ranges:
             for position, text in documents_of(each, jsonl_key):
                 if isinstance(text, Exception):
-                    raise ValueError(Problem(each.path, position, str(text)))
+                    raise ValueError(SkippedText(each.path, position, str(text)))
                 yield text
 
     tokenizer, special = ByteLevelBPETokenizer(), [END_OF_DOCUMENT_TOKENS[0]]

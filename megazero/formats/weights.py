@@ -90,7 +90,7 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
     if len(pickles) == 1:
         return pickles, {}
     neither = f"neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index, nor one *.ckpt"
-    raise CheckpointError(f"{folder} has no weights: {neither}" + "".join(f"; name {one}" for one in pickles[-3:]))
+    raise CheckpointError(f"{folder} has no weights: {neither}" + "".join(f"; name {file}" for file in pickles[-3:]))
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:

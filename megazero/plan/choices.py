@@ -122,7 +122,7 @@ class Space:
 
     def ulysses(self, tp: int, cp: int) -> list[int]:
         """Return the Ulysses degrees worth comparing: 1, all of cp, and the largest that stays within a node."""
-        within = max((one for one in divisors(cp) if one * tp <= self.per_node), default=1)
+        within = max((degree for degree in divisors(cp) if degree * tp <= self.per_node), default=1)
         return sorted({1, within, cp})
 
 

@@ -208,7 +208,6 @@ def _search(
         base = base_of(own.config, own.global_batch_size)
     found = search(
         base,
-        cluster,
         Judge(cluster),
         own=own,
         processes=os.cpu_count() or 1,

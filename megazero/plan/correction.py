@@ -68,20 +68,20 @@ class SavedPlan:
         """
         if shape_of(run) != dict(self.shape):
             return "", {}
-        parts, kept = [], dict[str, object]()
+        parts, figures = [], dict[str, object]()
         if device == self.device:
             ratio = seconds / self.seconds
             parts.append(f"step {self.seconds:.3f} s planned, {seconds:.3f} s measured ({ratio - 1:+.1%})")
-            kept |= {"seconds": seconds, "seconds_ratio": ratio}
+            figures |= {"seconds": seconds, "seconds_ratio": ratio}
         if peak is not None:
             ratio = peak / self.peak
             numbers = f"{self.peak / 2**30:.2f} GiB planned, {peak / 2**30:.2f} GiB measured ({ratio - 1:+.1%})"
             parts.append(f"memory {numbers}")
-            kept |= {"peak": peak, "peak_ratio": ratio}
+            figures |= {"peak": peak, "peak_ratio": ratio}
         differ = {axis for axis in {*self.sent, *sent} if self.sent.get(axis, 0) != sent.get(axis, 0)}
         said = [f"{axis} {self.sent.get(axis, 0):,} planned, {sent.get(axis, 0):,} sent" for axis in sorted(differ)]
         parts.append(f"bytes sent: {', '.join(said) or 'as planned'}")
-        return "plan: " + " | ".join(parts), kept | {"sent": dict(sent)}
+        return "plan: " + " | ".join(parts), figures | {"sent": dict(sent)}
 
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:
@@ -166,7 +166,7 @@ class PlanCheck(Measuring):
             name = device.name if device else ""
         else:  # a calibrated CPU: assume that it is this one
             name = "" if plan.device in DEVICES else plan.device
-        line, kept = plan.compared(self._run, name, median(self._seconds), peak, sent)
+        line, figures = plan.compared(self._run, name, median(self._seconds), peak, sent)
         if line:
             self._say(line)
-            self._tried(lambda: add_measured(self._path, kept))
+            self._tried(lambda: add_measured(self._path, figures))

@@ -52,13 +52,13 @@ def cpu_kernel_bytes(operator: Any, args: Any, kwargs: Any) -> int:
 
 def _converted(args: Any, kwargs: Any) -> int:
     """Return the bytes of the copies of operands that are converted to the computing type."""
-    tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
-    if len({one.dtype for one in tensors}) < 2:
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    if len({tensor.dtype for tensor in tensors}) < 2:
         return 0
     common = tensors[0].dtype
-    for one in tensors[1:]:
-        common = torch.promote_types(common, one.dtype) if one.dim() else common
-    return sum(one.numel() * common.itemsize for one in tensors if one.dtype != common and one.dim())
+    for tensor in tensors[1:]:
+        common = torch.promote_types(common, tensor.dtype) if tensor.dim() else common
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common and tensor.dim())
 
 
 def _summed(args: Any, kwargs: Any) -> int:
@@ -292,12 +292,12 @@ class _Watch(TorchDispatchMode):
             return _choice_of_attention(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         inside = self._owner.kernel_bytes(func, args, kwargs)
-        outputs = [self._owner.value(one) for one in _tensors(result)]
+        outputs = [self._owner.value(tensor) for tensor in _tensors(result)]
         self._owner.peak = max(self._owner.peak, self._owner.live + inside)
         if self._owner.records:
-            inputs = [self._owner.value(one) for one in _tensors((args, kwargs))]
-            known = {one.storage for one in inputs}
-            if func._schema.is_mutable or not all(one.storage in known for one in outputs):
+            inputs = [self._owner.value(tensor) for tensor in _tensors((args, kwargs))]
+            known = {value.storage for value in inputs}
+            if func._schema.is_mutable or not all(value.storage in known for value in outputs):
                 is_causal = _is_causal(func, args, kwargs)
                 self._owner.operators.append(Operator(str(func), tuple(inputs), tuple(outputs), is_causal))
         return result
@@ -312,7 +312,7 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (one for one in tree_iter(values) if isinstance(one, Tensor) and not _is_meta(one))
+    return (value for value in tree_iter(values) if isinstance(value, Tensor) and not _is_meta(value))
 
 
 def _is_meta(tensor: Tensor) -> bool:
@@ -323,7 +323,7 @@ def _is_meta(tensor: Tensor) -> bool:
 def _choice_of_attention(args: Any, kwargs: Any) -> Any:
     """Return torch's choice for short real tensors like these: for tensors without data it would take the plain formula."""
     with unset_fake_temporarily():
-        short = [torch.empty(*one.shape[:-2], 2, one.shape[-1], dtype=one.dtype) for one in args[:3]]
+        short = [torch.empty(*tensor.shape[:-2], 2, tensor.shape[-1], dtype=tensor.dtype) for tensor in args[:3]]
         mask = None if len(args) < 4 or args[3] is None else torch.empty(2, 2, dtype=args[3].dtype)
         every: list[Any] = [short[0].requires_grad_(args[0].requires_grad), *short[1:], mask, *args[4:]]
         return torch._fused_sdp_choice(*every, **kwargs)

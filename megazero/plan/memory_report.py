@@ -24,7 +24,7 @@ import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 
-from megazero.cli._common import Bar
+from megazero.cli._common import ProgressBar
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import Engine, initialize
@@ -212,7 +212,7 @@ def measure(
 
     # Without this, the first row would include the memory that torch allocates once, at its first use.
     measure_step(run, state, 1)
-    with Bar("measuring", of_bytes=False, is_shown=state.rank == 0) as bar:
+    with ProgressBar("measuring", of_bytes=False, is_shown=state.rank == 0) as bar:
         bar.add(len(runs) + len(policies), 0)
         rows = tuple(measured(about, own, iterations) for about, own in runs)
         by_policy = tuple(measured(about, own, 0) for about, own in policies)
@@ -383,7 +383,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
         sent[axis] |= {operation: count} if count else {}
     figures = RankFigures(
         planned=planned,
-        planned_sent=sum(one.sent_bytes for (axis, _), one in traffic.items() if axis == state.shard.name),
+        planned_sent=sum(sent.sent_bytes for (axis, _), sent in traffic.items() if axis == state.shard.name),
         layer=max((trace.forward.kept for key, trace in units.items() if not isinstance(key, str)), default=0),
         counted=counted,
         peak=live.peak,

@@ -346,8 +346,8 @@ def unit_times(
     """Return the times of every unit of a run.  `traces` replaces the run's own traces."""
     on_cuda = cluster.processors == 0
     traces = traces or trace_units(run, on_cuda=on_cuda, per_node=cluster.per_node)
-    wish = run.config.training.compile
-    is_compiled = on_cuda if wish == "auto" else bool(wish)
+    requested = run.config.training.compile
+    is_compiled = on_cuda if requested == "auto" else bool(requested)
     return {key: _unit_time(trace, cluster, links, is_compiled=is_compiled) for key, trace in traces.items()}
 
 

@@ -117,7 +117,6 @@ class SearchResult:
 
 def search(
     run: ResolvedRun,
-    cluster: Cluster,
     judge: Judge,
     *,
     own: ResolvedRun | None = None,
@@ -130,14 +129,14 @@ def search(
 
     Args:
         run: the run on one rank, from `base_of`.
-        cluster: where it would run.
-        judge: computes memory and time; copied to each process.
+        judge: computes memory and time on its cluster; copied to each process.
         own: the run of the run file, if it is for as many ranks; computed even if `space` does not contain it.
         space: the values of each key; None for the values worth comparing.
         processes: how many processes compute.
         say: called with a line of progress now and then.
         time_is_up: once this returns True, no further shape is computed.
     """
+    cluster = judge.cluster
     space = space or space_of(run.config, cluster.ranks, cluster.per_node)
     bounds, capacity = Bounds(run, cluster), cluster.device.memory_bytes
     refused: Counter[str] = Counter()
@@ -148,7 +147,7 @@ def search(
     small = sorted((shape for shape in legal if states[shape] <= capacity), key=bounds.guess)
     shapes, too_large = len(legal) + refused.total(), len(legal) - len(small)
     counted = Counter(shapes=shapes, too_large=too_large, slower=0, computed=0, left_out=0)
-    with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
+    with computing(partial(_compute, run.config, judge), processes) as compute:
         looked = _Look(compute, bounds, space.options, capacity, counted)
         looked.at(small, say, time_is_up)
         best = looked.best
@@ -257,7 +256,7 @@ class _Look:
     @property
     def fitting(self) -> list[Candidate]:
         """The candidates that fit and whose time is known."""
-        return [one for one in self.known.values() if one.seconds < inf and one.peak <= self.capacity]
+        return [need for need in self.known.values() if need.seconds < inf and need.peak <= self.capacity]
 
     def at(self, shapes: Sequence[ShapeChoice], say: Callable[[str], None], time_is_up: Callable[[], bool]) -> None:
         """Compute shapes in this order, except those that cannot be among the best."""
@@ -288,8 +287,8 @@ class _Look:
     def neighbours_of(self, best: Sequence[ShapeChoice], space: Space, *, time_is_up: bool) -> None:
         """Compute the neighbours of the best choices, to explain why they are not better.  Time those of the first few."""
         first, others = best[:_EXPLAINED], best[_EXPLAINED:]
-        for part, mode in ((first, "memory"),) if time_is_up else ((first, "every"), (others, "memory")):
-            near = dict.fromkeys(other for choice in part for _, other in _neighbours(choice, space))
+        for group, mode in ((first, "memory"),) if time_is_up else ((first, "every"), (others, "memory")):
+            near = dict.fromkeys(other for choice in group for _, other in _neighbours(choice, space))
             unknown = [choice for choice in near if choice not in self.known]
             self._compute([(replace(choice, option=MemoryOption()), [choice.option]) for choice in unknown], mode)
 
@@ -307,20 +306,12 @@ class _Look:
     def best(self) -> list[ShapeChoice]:
         """The ten fastest shapes without repetition."""
         found: dict[ShapeChoice, ShapeChoice] = {}
-        for _, _, choice in sorted((one.seconds, one.peak, one.choice) for one in self.fitting):
+        for _, _, choice in sorted((candidate.seconds, candidate.peak, candidate.choice) for candidate in self.fitting):
             found.setdefault(replace(choice, option=MemoryOption()), choice)
         return list(found.values())[:_BEST]
 
 
-def _compute(
-    config: RunConfig,
-    judge: Judge,
-    ranks: int,
-    capacity: int,
-    shape: ShapeChoice,
-    options: Sequence[MemoryOption],
-    mode: str,
-) -> Known:
+def _compute(config: RunConfig, judge: Judge, shape: ShapeChoice, options: Sequence[MemoryOption], mode: str) -> Known:
     """Compute the memory of a shape with each option; `mode`: time the "least" options that fit, "every" one, or none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
     found, fitting = Known(), dict[MemoryOption, ResolvedRun]()
@@ -330,11 +321,11 @@ def _compute(
             continue
         choice = replace(shape, option=option)
         try:
-            run = resolve(config_of(config, choice), ranks)
+            run = resolve(config_of(config, choice), judge.cluster.ranks)
         except ConfigError:  # sharding or option that this shape does not know
             continue
         found[choice] = Candidate(*judge.memory(run), choice=choice)
-        if found[choice].peak <= capacity:
+        if found[choice].peak <= judge.cluster.device.memory_bytes:
             fitting[option] = run
         elif mode == "least" and [option] == others[-1:]:  # all of it is not enough
             break

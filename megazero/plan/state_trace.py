@@ -184,7 +184,7 @@ def _trace(
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, driver.elements()
         engine = driver.engine
-        stepped = sum(one.owned.size for one in engine.sharded_model.parameters.buckets if one.layout.trains)
+        stepped = sum(bucket.owned.size for bucket in engine.sharded_model.parameters.buckets if bucket.layout.trains)
         absent = engine.sharded_model.parameters.absent_gradient_bytes()
         tables = built - _in_memory(engine.memory_bytes()) + absent
 
@@ -334,5 +334,5 @@ class _Driver:
         """Map the names of a unit's parameters to their full names and the kind of pass that gives their gradients."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
-        names = {name: (f"{chunk}.{path}.{name}", _GIVES[late]) for name, late in order}
+        names = {name: (f"{chunk}.{path}.{name}", _GIVES[in_weight_pass]) for name, in_weight_pass in order}
         return {name: found for name, found in names.items() if found[0] in home}

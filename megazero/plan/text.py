@@ -162,8 +162,8 @@ def search_text(found: SearchResult, capacity: int, *, is_whole: bool = False) -
     lines = [f"search   {found.counted['shapes']:,} shapes: {_counts(found)}"]
     if not found.best:
         left_out = found.counted["left_out"]
-        late = f"; {left_out:,} were left out for want of time: raise --seconds" if left_out else ""
-        lines.append(f"         nothing fits {size_text(capacity)} of what was computed{late}")
+        unsearched = f"; {left_out:,} were left out for want of time: raise --seconds" if left_out else ""
+        lines.append(f"         nothing fits {size_text(capacity)} of what was computed{unsearched}")
         if (least := found.least) is not None:
             lines.append(f"         the least memory that a shape needs: {size_text(least.peak)}, with {least.choice}")
         return "\n".join(lines)

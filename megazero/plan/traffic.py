@@ -61,8 +61,8 @@ def busiest_links(run: ResolvedRun, cluster: Cluster, traffic: Traffic) -> Traff
             or not (link := link_of(links, axis, operation)).crosses
         ):
             return sent.link_bytes
-        apart = link.ranks - (link.fewest or link.per_node)  # on other nodes than one of its ranks
-        return sent.sent_bytes * apart // (link.ranks - 1) if operation == "all_to_all" else sent.sent_bytes
+        outside = link.ranks - (link.fewest or link.per_node)  # on other nodes than one of its ranks
+        return sent.sent_bytes * outside // (link.ranks - 1) if operation == "all_to_all" else sent.sent_bytes
 
     return {key: sent._replace(link_bytes=busiest(*key, sent)) for key, sent in traffic.items()}
 

@@ -216,9 +216,11 @@ def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
     """Return the parameters in the order of their gradients, each with whether a weight-gradient pass computes it."""
-    passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
-    names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
-    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
+    passes = [
+        (passed, passed is trace.weight) for trace in traces for passed in (trace.backward, trace.weight) if passed
+    ]
+    names = ((span.parameter, is_weight_pass) for passed, is_weight_pass in passes for span in passed.spans)
+    return tuple(dict.fromkeys(name for name in names if name[0] not in ("", DY, ADDED)))
 
 
 class StageUnit(NamedTuple):
@@ -348,7 +350,7 @@ class _Bench:
     def _fills(self, result: Tensor) -> None:
         """Record that the last counted operation writes this tensor."""
         operators = self._fake.operators
-        at, started = next((at, one) for at, one in reversed([*enumerate(operators)]) if isinstance(one, Message))
+        at, started = next((at, event) for at, event in reversed([*enumerate(operators)]) if isinstance(event, Message))
         operators[at] = replace(started, fills=frozenset({self._fake.number(result)}))
 
     @property
@@ -356,7 +358,7 @@ class _Bench:
         """Return the index of the ring's busiest rank: with a window, ranks have unequal work."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
-        pairs = [work(one, self._window) for one in shards((key.model.seq_len,), ring)]
+        pairs = [work(shard, self._window) for shard in shards((key.model.seq_len,), ring)]
         return pairs.index(max(pairs))
 
     def _part(self) -> SamplePart | None:
@@ -373,17 +375,17 @@ class _Bench:
         """Let a block multiply in fp8.  On CUDA, each rounding is one kernel without temporaries."""
         groups = scaled_grouped_mm if scaling == "rowwise" else emulated_groups
         use_fp8(block, scaling, Kernels(scaled_mm, groups) if self._has_kernels else EMULATED)
-        for part in block.modules() if self._key.on_cuda else ():
-            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                part.product.compile(self._one_kernel)
+        for module in block.modules() if self._key.on_cuda else ():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.product.compile(self._one_kernel)
 
     def _one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that allocates the results of `function` and is recorded as one operator."""
 
         def run(x: Tensor, *more: Any) -> Any:
-            given = [one for one in (x, *more) if isinstance(one, Tensor)]
-            shapes = function(*(one.to("meta") if isinstance(one, Tensor) else one for one in (x, *more)))
-            made = tree_map(lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), shapes)
+            given = [value for value in (x, *more) if isinstance(value, Tensor)]
+            shapes = function(*(value.to("meta") if isinstance(value, Tensor) else value for value in (x, *more)))
+            made = tree_map(lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype), shapes)
             value = self._fake.value
             operator = Operator("fp8.round", tuple(map(value, given)), tuple(map(value, tree_leaves(made))))
             self._fake.operators.append(operator)
@@ -401,7 +403,7 @@ class _Bench:
             run: runs its forward on an input.
             shape: shape of the input; None if the unit reads tokens.
         """
-        self.gradients.names = {id(one): name for name, one in unit.named_parameters()}
+        self.gradients.names = {id(parameter): name for name, parameter in unit.named_parameters()}
         before = self._fake.live
         with torch.no_grad():
             run(None if shape is None else torch.empty(shape, dtype=self._key.dtype))

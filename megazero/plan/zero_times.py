@@ -47,14 +47,14 @@ class Matrices(NamedTuple):
 @lru_cache(maxsize=64)  # it builds the model, and each shape of a search asks several times
 def matrices_of(config: RunConfig) -> Matrices:
     """Return the matrices that the run's optimizer updates as a whole; none for an element-wise optimizer."""
-    recipe = optimizer_of(config.optimizer)
-    if recipe.matrices is None:
+    factory = optimizer_of(config.optimizer)
+    if factory.matrices is None:
         return Matrices()
     (model,) = stages_of(config, tp=1)
     specs = [spec for module in model.modules() for spec in getattr(module, "specs", {}).values() if spec.matrix]
     shapes = [(section.rows, spec.shape[1]) for spec in specs for section in spec.names.rows]
     elements = sum(rows * columns for rows, columns in shapes)
-    flops = tuple(recipe.matrices.flops(rows, columns) for rows, columns in shapes)
+    flops = tuple(factory.matrices.flops(rows, columns) for rows, columns in shapes)
     return Matrices(elements / elements_in(model), elements, flops)
 
 
@@ -150,10 +150,10 @@ def _rank_zero(
     reduced = {action: _but_gathers(passes[action]) for action in ends.values()}
     reduced[[*reduced][-1]] += _but_gathers(trace.messages[END_OF_PASSES])
     beside = {
-        action: cost(one for one in sent if action not in reduced or one.operation == "all_gather")
+        action: cost(message for message in sent if action not in reduced or message.operation == "all_gather")
         for action, sent in passes.items()
     }
-    gathers = [one for one in trace.messages[UPDATE] if one.operation == "all_gather"]
+    gathers = [message for message in trace.messages[UPDATE] if message.operation == "all_gather"]
     arriving, of_matrices = cost(gathers).wire, matrix_seconds(run, cluster, links)
     return RankZero(
         beside,
@@ -166,7 +166,7 @@ def _rank_zero(
 
 
 def _but_gathers(messages: Iterable[Message]) -> list[Message]:
-    return [one for one in messages if one.operation != "all_gather"]
+    return [message for message in messages if message.operation != "all_gather"]
 
 
 def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> float:

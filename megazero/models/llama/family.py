@@ -229,7 +229,9 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, An
     # As transformers does: a number outside the table counts more, and without any the model was trained on all positions.
     rope[original] = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
     names = {name: rope.get(_THEIRS.get(name, name)) for name in ("factor", *ROPE_READS[kind])}
-    return found | {"rope_scaling": {"type": kind} | {name: one for name, one in names.items() if one is not None}}
+    return found | {
+        "rope_scaling": {"type": kind} | {name: value for name, value in names.items() if value is not None}
+    }
 
 
 def written_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -237,8 +239,8 @@ def written_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_theta": theta}
     values = {name: getattr(scaling, name) for name in ("type", "factor", *ROPE_READS[scaling.type])}
-    kept = {_THEIRS.get(name, name): value for name, value in values.items() if value is not None}
-    return {"rope_theta": theta, "rope_scaling": kept}
+    written = {_THEIRS.get(name, name): value for name, value in values.items() if value is not None}
+    return {"rope_theta": theta, "rope_scaling": written}
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
