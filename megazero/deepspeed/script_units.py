@@ -30,10 +30,11 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, in_backward
-from megazero.zero.gather_buffers import GatherBuffers, SecondarySource
+from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.layout import Slot
 from megazero.zero.parameters import Gathering
 from megazero.zero.saved_weights import SavedWeight, SavingForward
+from megazero.zero.secondary_shard import SecondarySource
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.sharding import ShardingPolicy, ShardingSettings
 from megazero.zero.storage import free_memory_bytes

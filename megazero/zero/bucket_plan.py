@@ -40,9 +40,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import inf, lcm, prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.layout import BucketLayout, ParamInfo, Slot
 from megazero.zero.sharding import ALIGN_ELEMENTS, BLOCK, ShardingPolicy, ShardingSettings, sharding_policy
 from megazero.zero.storage import StateMemory
-from megazero.zero.units import ModelParts, check_parameters, logical_rows
+from megazero.zero.units import ModelParts, UnitModule, check_parameters, logical_rows
 
 _SMALL_PARTS = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
 _ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
@@ -257,15 +258,8 @@ class BufferPlan:
         return found
 
 
-class UnitPlace(NamedTuple):
-    """When a unit is used; see `UnitModule`."""
-
-    chunk: int
-    beside: int = 0
-
-
 def plan_buffers(
-    layouts: Sequence[BucketLayout], units: Sequence[UnitPlace], gather_policy: str, prefetch_elements: int
+    layouts: Sequence[BucketLayout], units: Sequence[UnitModule], gather_policy: str, prefetch_elements: int
 ) -> BufferPlan:
     """Assign a buffer to every bucket that is gathered.
 
@@ -283,9 +277,8 @@ def plan_buffers(
         if layout.tie is not None or gather_policy == "step" or layout.first.alone:
             alone += [] if layout.first.persistent else [layout]
         elif not layout.first.persistent:
-            chunk, beside = units[layout.unit]
-            number = of_units[layout.unit, layout.trains]
-            sharing.append(_Shared(beside, layout.unit - chunks.index(chunk), number, layout))
+            unit, number = units[layout.unit], of_units[layout.unit, layout.trains]
+            sharing.append(_Shared(unit.beside, layout.unit - chunks.index(unit.chunk), number, layout))
             of_units[layout.unit, layout.trains] += 1
     count = max((shared.position + 1 for shared in sharing), default=0)
     if gather_policy == "action":
@@ -343,15 +336,15 @@ def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSet
     described, zero, recipe = parts.described, settings.zero, settings.recipe
     held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
     agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
-    policy, offload = sharding_policy(state, settings), zero.offload
-    if offload.optimizer == offload.parameters == "none":
+    policy = sharding_policy(state, settings)
+    if zero.offload.optimizer == zero.offload.parameters == "none":
         sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
         return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy))
     from megazero.zero.offload import Offload, give_cores, without_auto  # few runs need it
 
     elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
     moments += settings.averages  # which needs as much space as another one
-    offload = without_auto(offload, policy, elements, moments, state.world, state.local_world_size)
+    offload = without_auto(zero.offload, policy, elements, moments, state.world, state.local_world_size)
     give_cores(offload, state.device, state.local_world_size)
     zero = zero.model_copy(update={"offload": offload})
     sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
@@ -367,20 +360,17 @@ def _plan_layouts(
     by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
     cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
     sizes = _agreed_sizes(policy, zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
-    limits: dict[str, Any] = {
-        "bucket_elements": sizes.elements,
-        "part_elements": sizes.part_elements,
-        "align": policy.align,
-    }
-    layouts = plan_buckets(infos, by_unit=by_unit, cuts=cuts, **limits)
+    planned = partial(
+        plan_buckets, bucket_elements=sizes.elements, part_elements=sizes.part_elements, align=policy.align
+    )
+    layouts = planned(infos, by_unit=by_unit, cuts=cuts)
     if not by_unit:
         return sizes, layouts, None
-    places = [UnitPlace(unit.chunk, unit.beside) for unit in parts.units]
     ahead = zero.prefetch_bytes // policy.dtype.itemsize
-    buffers = plan_buffers(layouts, places, zero.gather_policy, ahead)
+    buffers = plan_buffers(layouts, parts.units, zero.gather_policy, ahead)
     if sizes.cuts_units:
-        finer = plan_buckets(infos, by_unit=by_unit, cuts=cuts, cuts_units=True, **limits)
-        finer_buffers = plan_buffers(finer, places, zero.gather_policy, ahead)
+        finer = planned(infos, by_unit=by_unit, cuts=cuts, cuts_units=True)
+        finer_buffers = plan_buffers(finer, parts.units, zero.gather_policy, ahead)
         if finer_buffers.elements <= (1 + _MORE_FOR_BUCKETS) * buffers.elements:
             return sizes, finer, finer_buffers
     return sizes, layouts, buffers

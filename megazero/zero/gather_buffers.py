@@ -14,10 +14,8 @@ from torch import Tensor
 
 from megazero.comm.backend import storage_of
 from megazero.comm.collectives import Pending, all_gather, wait_all
-from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
 from megazero.zero.sharding import ShardingPolicy
 
 if TYPE_CHECKING:
@@ -41,7 +39,9 @@ class ShardSource:
         self._all_gather: Callable[..., Pending] = all_gather
         self.is_exact = not policy.quantizes_weights or all(bucket.layout.shards == 1 for bucket in buckets)
         if not self.is_exact:
-            largest = max(bucket.layout.padded_numel for bucket in buckets)
+            from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather  # few runs need it
+
+            largest = max(bucket.weights.numel() for bucket in buckets)
             self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self.staging, largest).start
         self._in_fp8: dict[Bucket, Fp8Gather] = {}
         if any(one.layout.first.spec.in_fp8_squares for one in buckets) and self.is_exact:
@@ -93,65 +93,16 @@ class ShardSource:
         return location == "device" or (location == "host" and self._on_cpu)
 
 
-class SecondarySource(ShardSource):
-    """Keeps a secondary shard within each host, so that only the first all-gather after an update crosses between
-    hosts.
-
-        shard axis        | rank 0 | rank 1 || rank 2 | rank 3 |     1/4 each: what the optimizer updates
-        secondary axis    | rank 0   rank 1 |  one host
-                                             | rank 2   rank 3 |  another
-        secondary shard   | half a | half b || half a | half b |     complete within each host
-
-        first gather of a bucket after an update    over the shard axis; each rank then saves its secondary shard
-        every later gather                          over the secondary axis
-
-    Attributes:
-        fresh: the buckets whose secondary shard holds the current weights; the same on every rank, since all gather in
-            one order.
-
-    Both give the same bits.  Each rank needs the bytes of the weights divided by the size of the secondary axis.
-
-    Source: Wang et al. 2023 (ZeRO++), section 3.2: hierarchical weight partition, hpZ.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
-        super().__init__(buckets, policy)
-        self.axes = {bucket: axis for bucket in buckets if (axis := bucket.placement.secondary) is not None}
-        self._shards = {bucket: torch.zeros_like(_shard_on(axis, bucket.weights)) for bucket, axis in self.axes.items()}
-        self.secondary_bytes = sum(shard.nbytes for shard in self._shards.values())
-        self.fresh: set[Bucket] = set()
-
-    def start(self, bucket: Bucket, label: str) -> Pending:
-        if bucket in self.fresh:
-            return all_gather(bucket.weights, self._shards[bucket], self.axes[bucket], label)
-        if bucket not in self._shards:
-            return super().start(bucket, label)
-        return Pending(super().start(bucket, label).wait, partial(self._keep, bucket))
-
-    def _keep(self, bucket: Bucket) -> None:
-        self._shards[bucket].copy_(_shard_on(self.axes[bucket], bucket.weights))
-        self.fresh.add(bucket)
-
-    def read_ahead(self, bucket: Bucket) -> None:
-        if bucket not in self.fresh:
-            super().read_ahead(bucket)
-
-    def forget(self) -> None:
-        self.fresh.clear()
-        super().forget()
-
-
-def _shard_on(axis: Axis, weights: Tensor) -> Tensor:
-    """Return this rank's shard of full weights on the secondary axis, the size of which divides that of the shard axis."""
-    return weights.view(axis.size, -1)[axis.index]
-
-
 class GatherBuffers:
     """Tracks which bucket each buffer holds, and the running all-gathers."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
-        has_secondary = any(bucket.placement.secondary is not None for bucket in buckets)
-        self.source = (SecondarySource if has_secondary else ShardSource)(buckets, policy)
+        source_type = ShardSource
+        if any(bucket.placement.secondary is not None for bucket in buckets):
+            from megazero.zero.secondary_shard import SecondarySource  # few runs need it
+
+            source_type = SecondarySource
+        self.source = source_type(buckets, policy)
         # By address of a buffer: its bytes, the bucket that it holds or is being filled with, and the running gather.
         self._bytes = {storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets}
         self._holder: dict[int, Bucket] = {}
