@@ -45,7 +45,7 @@ def evaluate(
     from megazero.training.evaluating import evaluate_rank
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
-    found = run_ranks(run, partial(evaluate_rank, wish=steps[0] if steps else None))
+    found = run_ranks(run, partial(evaluate_rank, requested=steps[0] if steps else None))
     if isinstance(found, Failed):
         leave_at_once(found.status)
     if os.environ.get("RANK", "0") != "0":

@@ -1,8 +1,8 @@
-"""Tokens: their files, and the order of the samples.  A training run imports only what reads; text is tokenized before it.
+"""Token files and the order of samples.  A training run imports only the code that reads; text is tokenized beforehand.
 
     text files --tokenize--> .bin/.idx --open_corpus--> Corpus.train.batch(global sample indices)
 
-Needs numpy, not torch.  What is slow to import is imported where it is used.
+Needs numpy, not torch.  Modules that are slow to import are imported where they are used.
 """
 
 from megazero.data.corpus import Corpus, open_corpus

@@ -1,9 +1,9 @@
-"""Opening the data of a run: find and check its sources, and build their two streams of samples.
+"""Opens the data of a run: finds and checks its sources, and builds their two streams of samples.
 
     "python-stdlib" --find in the cache, or build--> prefix --IndexedDataset--> tokens --split--> training windows
     path/to/prefix  ------------------------------->                                         '--> validation windows
 
-Errors raised here are usually the user's, so each names the source and the numbers.
+Errors raised here are usually mistakes of the user, so each message names the source and the numbers.
 """
 
 import os
@@ -132,12 +132,15 @@ def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[st
 
 
 def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: int) -> None:
-    """Check a source by what its files say of themselves; no token is read.
+    """Check the metadata of a source against the run.  No token is read.
 
     Args:
-        tokenizer, own: the run's, by its name and itself; None where it cannot be loaded, and is not compared.
+        name: path prefix of the source.
+        tokenizer: name of the run's tokenizer.
+        own: the run's tokenizer; None if it cannot be loaded, so that it is not compared.
+        vocab_size: rows of the model's embedding.
 
-    Raises: as `open_corpus`.
+    Raises: see `open_corpus`.
     """
     if name != PYTHON_STDLIB and not is_raw(Path(name)):
         IndexedDataset(name)

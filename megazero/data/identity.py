@@ -1,13 +1,13 @@
-"""What a token pair holds: a hash of all of it and its range of ids, stored beside it and remembered in the cache.
+"""The identity of a token pair: a hash of its content and its range of ids, stored next to it and in the cache.
 
     prefix.bin, prefix.idx    every byte, in blocks --threads--> hash of the content, smallest and largest id
-    prefix.identity.json      what its writer found; beside a pair of Megatron's tools, what its first reader found
-    cache_dir/identities/     what has been verified, a file for each state of a pair: size, times and inode of both files
+    prefix.identity.json      the identity that the writer computed; for a pair of Megatron's tools, its first reader
+    cache_dir/identities/     verified identities, a file for each state of a pair: size, times and inode of both files
 
 A start reads one small file for each source.  The pair itself is read only if it has not been verified in this state.
-Machines that share a file system see the same state: of all their processes with one cache one reads, and the others wait
-for it, and a machine that comes later, or under another name, reads nothing.  A copy on a machine's own disk has a state of
-its own, which is verified beside the others.  Where file locks end at the machine, several may read, harmlessly.
+Machines that share a file system see the same state.  So one of all processes that share a cache reads the pair while the
+others wait, and a later machine reads nothing.  A copy on a machine's own disk has another state, which is verified
+separately.  If file locks do not work across machines, several may read the pair, without harm.
 """
 
 import json
@@ -39,7 +39,7 @@ _PARTS: Final = (  # of a fingerprint, after its version
 
 @dataclass(frozen=True)
 class Identity:
-    """What a pair holds.  Pairs of equal content are equal to the byte, but for a chance of 2^-128."""
+    """The identity of a pair's content.  If two are equal, the pairs are equal to the byte, up to a chance of 2^-128."""
 
     content: str  # hex
     smallest_id: int
@@ -48,7 +48,7 @@ class Identity:
 
 
 def identity_path(prefix: str | os.PathLike[str]) -> Path:
-    """Where the identity of a pair is stored beside it."""
+    """Return the path of the identity that is stored next to a pair."""
     return Path(f"{os.fspath(prefix)}.identity.json")
 
 
@@ -89,15 +89,16 @@ def write_identity(path: Path, identity: Identity) -> None:
 def verified_identity(
     dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Say = lambda _: None
 ) -> Identity:
-    """The identity of a pair; its bytes are read only once, and again after its files have changed.
+    """Return the identity of a pair.  Its bytes are read once, and again if its files change.
 
     Args:
-        cache_dir: a directory of this machine, or one that machines share.
-        say: takes a line before much is read, be it by another process, for which this one waits.
+        dataset: the opened pair.
+        cache_dir: a directory of this machine, or one that several machines share.
+        say: called with a line before a long read, or before a wait for a process that reads.
 
     Raises:
-        ValueError: the pair is not what its writer wrote, or changes while it is read.
-        OSError: the pair cannot be read, or `cache_dir` not be written.
+        ValueError: the pair differs from what its writer wrote, or changes while it is read.
+        OSError: the pair cannot be read, or `cache_dir` cannot be written.
     """
     pair = pair_paths(dataset.prefix)
     before = _state_of(pair, dataset.stats)  # of what is mapped
@@ -118,10 +119,13 @@ def verified_identity(
 
 
 def locked(path: Path, what: str, say: Say, *, poll_seconds: float = 0.05) -> AbstractContextManager[object]:
-    """Take the lock beside a file of the cache; `say` gets a line if another process holds it for long.
+    """Hold the lock of a file in the cache within a `with` block.
 
     Args:
-        what: is in the directory, for messages.
+        path: the file.
+        what: what the directory contains, for messages.
+        say: called with a line if another process holds the lock for long.
+        poll_seconds: time between two attempts.
 
     Raises: OSError: the directory cannot be written.
     """
@@ -141,7 +145,7 @@ def locked(path: Path, what: str, say: Say, *, poll_seconds: float = 0.05) -> Ab
 
 
 def stored_identity(prefix: str | os.PathLike[str]) -> Identity | None:
-    """What the file beside a pair says, None without one.  Raises: ValueError: it is damaged."""
+    """Return the identity stored next to a pair; None if there is none.  Raises: ValueError: it is damaged."""
     path = identity_path(prefix)
     try:
         stored = parse_json(path.read_bytes())
@@ -188,19 +192,19 @@ def _remembered(memory: Path, state: dict[str, Any]) -> Identity | None:
 
 
 def fingerprint_of(order: Sequence[object], tokenizer: str, contents: Sequence[str]) -> str:
-    """The fingerprint of the data of a run: hashes of what decides the sample order, of the tokenizer and of the tokens."""
+    """Return the fingerprint of a run's data: hashes of the settings of the sample order, the tokenizer and the tokens."""
     order_hash, content_hash = (xxhash.xxh3_128_hexdigest(repr(tuple(values)).encode()) for values in (order, contents))
     return "-".join(("2", order_hash, tokenizer, content_hash))
 
 
 def parts_of(fingerprint: str) -> dict[str, str]:
-    """The hashes in a fingerprint by what they stand for; empty for one that an earlier release or a script made."""
+    """Return the hashes in a fingerprint, by what they identify; empty for fingerprints of earlier releases or scripts."""
     version, *parts = fingerprint.split("-")
     return dict(zip(_PARTS, parts, strict=True)) if version == "2" and len(parts) == len(_PARTS) else {}
 
 
 def tokenizer_part(fingerprint: str) -> str | None:
-    """The fingerprint of the tokenizer within that of a run's data; None where it is unknown."""
+    """Return the tokenizer's fingerprint within the fingerprint of a run's data; None if unknown."""
     return parts_of(fingerprint).get(_PARTS[1])
 
 
@@ -210,9 +214,9 @@ def is_of_earlier_release(fingerprint: str) -> bool:
 
 
 def changes_between(saved: str, now: str) -> list[str]:
-    """What differs between the data of two fingerprints, in words; empty if `saved` cannot be compared.
+    """Describe the differences between the data of two fingerprints; empty if `saved` cannot be compared.
 
-    Not compared are "", where no data has been read yet, and a fingerprint of an earlier release.
+    That is so for "" (no data has been read yet) and for fingerprints of an earlier release.
     """
     old, new = parts_of(saved), parts_of(now)
     if saved in ("", now) or (new and is_of_earlier_release(saved)):

@@ -33,11 +33,11 @@ _DESCRIBED_SAMPLES: Final = 64  # samples
 
 
 class DataError(ValueError):
-    """The data that a configuration names cannot be used."""
+    """The data of a run cannot be used."""
 
 
 class UnfitDataError(DataError):
-    """They are whole, and do not fit the configuration."""
+    """The data of a run is intact, but does not fit the configuration."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ LFS_HINT: Final = "a git-lfs pointer in place of the file; fetch it with git lfs
 
 
 def seal(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of JSON values with its checksum."""
+    """Return a record of JSON values with its checksum added."""
     return {**record, "checksum": _checksum(record)}
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value in the text of a file.  Raises: ValueError: it is no JSON, or nested deeper than Python reads."""
+    """Parse JSON.  Raises: ValueError: the content is no JSON, or is nested deeper than Python can parse."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -24,7 +24,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """The record in the bytes of a file.  Raises: ValueError: it is not what `seal` was given."""
+    """Parse a sealed record and check it.  Raises: ValueError: it differs from the record that was sealed."""
     record = parse_json(content)
     if not isinstance(record, dict) or record.pop("checksum", None) != _checksum(record):
         raise ValueError("its checksum does not match")

@@ -1,4 +1,4 @@
-"""Converting text to ids and back: two tokenizers, used alike.
+"""Converts text to ids and back: two tokenizers with the same interface.
 
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer; also by its repository on the hub

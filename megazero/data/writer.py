@@ -1,4 +1,4 @@
-"""Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and its identity file.
+"""Writes token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and its identity file.
 
 Invariant: a pair under its final name is complete.  The writer uses its own `.partial` names and renames the files at
 the end, `.idx` last.  A lock on `.idx.partial`, which stays empty, refuses a second writer.  On a file system without

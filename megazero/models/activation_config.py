@@ -1,4 +1,4 @@
-"""The `[activations]` section of a run file, and what it says for each layer."""
+"""The `[activations]` section of a run file, and the policy of each layer that follows from it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 
 
 class StageActivations(Section):
-    """Other choices for one pipeline rank; a key that is unset is that of [activations]."""
+    """Other choices for one pipeline rank. An unset key has its value in [activations]."""
 
     #: The pipeline rank, from 0: the first ranks hold the activations of most micro-batches.
     stage: CountOrZero
@@ -136,7 +136,7 @@ class StageActivations(Section):
 
 
 class ActivationsConfig(Section):
-    """What the forward keeps for the backward; no choice changes a number of the run. See docs/activations.md."""
+    """What the forward saves for the backward. No choice changes the results of the run. See docs/activations.md."""
 
     #: What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions.
     recompute: Recompute = "none"
@@ -157,11 +157,11 @@ class ActivationsConfig(Section):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions to recompute, in the order in which they are written."""
+        """The regions to recompute, in the order of the run file."""
         return PRESETS[self.recompute] if isinstance(self.recompute, str) else self.recompute
 
     def of_stage(self, stage: int) -> ActivationsConfig:
-        """The section with the choices of a pipeline rank."""
+        """Return the section with the choices of a pipeline rank filled in."""
         own = next((table for table in self.stages if table.stage == stage), None)
         written = {} if own is None else own.model_dump(exclude_none=True, exclude={"stage"})
         return self.model_copy(update=written)
@@ -169,15 +169,15 @@ class ActivationsConfig(Section):
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """What one layer saves for its backward, and where; and whether it multiplies in fp8.
+    """What a layer saves for its backward, where it saves it, and whether it multiplies in fp8.
 
     Args:
-        recompute: the regions that are recomputed; a region within another is not named beside it.
-        keep_attention: attention's output and log-sum-exp stay.
-        partition: what is kept of a region's input is cut over tp.
-        offload: what is kept waits on the host.
-        contiguous: what is kept lies in one arena of the device's memory.
-        fp8: what shares a scale in products of its matrices; None: they are not in fp8.
+        recompute: the regions to recompute; a region within another one is not listed.
+        keep_attention: save attention's output and log-sum-exp.
+        partition: shard the saved inputs of regions over tp.
+        offload: move saved tensors to the host.
+        contiguous: copy saved tensors into one arena of the device's memory.
+        fp8: how the factors of products are scaled; None for products that are not in fp8.
     """
 
     recompute: frozenset[Region] = frozenset()
@@ -194,7 +194,7 @@ class LayerPolicy:
 
     @property
     def name(self) -> str:
-        """For log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
+        """A description for log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
         regions = "+".join(region for region in REGIONS if region in self.recompute) or "none"
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
@@ -211,14 +211,14 @@ def layer_policies(
     cuts: bool = True,
     fp8: Mapping[int, Literal["rowwise", "blockwise"]] = MappingProxyType({}),
 ) -> dict[int, LayerPolicy]:
-    """The policy of each layer of one pipeline rank.
+    """Return the policy of each layer of a pipeline rank.
 
     Args:
-        activations: of the run.
-        layers: those of the rank, all chunks, as indices in the whole model.
+        activations: the section of the run.
+        layers: the layers of all chunks of the rank, as indices in the whole model.
         stage: the pipeline rank.
-        cuts: `partition` has something to cut: tp is above 1, and sequence parallelism has not cut it.
-        fp8: see `LayerPolicy`, of the layers that multiply in fp8.
+        cuts: whether `partition` has an effect: tp is above 1, and sequence parallelism has not sharded the tensors.
+        fp8: how the layers that multiply in fp8 are scaled, by layer; see `LayerPolicy`.
     """
     own = activations.of_stage(stage)
     regions = frozenset(own.regions)

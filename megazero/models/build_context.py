@@ -1,4 +1,4 @@
-"""What a model family builds the layers of a stage with, so that it has not a word about ranks.
+"""Builds the layers of a stage for a model family, so that the family's code does not mention ranks.
 
 sizes of the model, axes, device  ->  BuildContext  ->  column, row, attention, rms_norm, experts ...  ->  a block
 """
@@ -36,13 +36,13 @@ class BuildContext:
     """Builds the layers of a stage, and holds the sizes, axes and tables that they share.
 
     Args:
-        model: resolved.
+        model: the resolved model.
         tp: the tensor-parallel axis.
         sequence_parallel: split norms, residuals and dropout by sequence over tp.
-        seed: of the run.
-        device: of computed tables.
-        wgrad_queue: takes the weight gradients; None returns them to autograd.
-        dtype: of activations.
+        seed: seed of the run.
+        device: device of computed tables.
+        wgrad_queue: receives the weight gradients; None returns them to autograd.
+        dtype: dtype of activations.
         context: attention for samples that are split over ranks or hold several documents; None if there are none.
         logits_bytes: maximum for the logits of a chunk, see `Logits`.
         ep: the axis over which experts are distributed.

@@ -105,7 +105,7 @@ class RopeScaling(Section):
         return 0.1 * mscale * log(self.factor) + 1.0
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Scaled frequencies.  [head size / 2] -> [head size / 2]; `theta` is the base that they were made with."""
+        """Return the scaled frequencies, [head size / 2], of the given ones.  `theta`: the base of the rotation."""
         if self.type == "linear":
             return frequencies / self.factor
         kept = self._kept_by_turns(frequencies, theta) if self.type == "yarn" else self._kept_by_length(frequencies)
@@ -274,31 +274,31 @@ class ModelConfig(Section):
 
     @property
     def width_ratio(self) -> float:
-        """Times the width for which rates and init_std are; 1 without muP."""
+        """The width divided by the width for which learning rates and init_std are tuned; 1 without muP."""
         return self.hidden_size / (self.mup_base_width or self.hidden_size)
 
     @property
     def score_scale(self) -> float:
-        """Factor on the products of queries and keys, beside 1 / sqrt(size of a head)."""
+        """Factor on the scores of attention, in addition to 1 / sqrt(head size)."""
         own = 1.0 if self.attention_multiplier is None else self.attention_multiplier * sqrt(self.head_size)
         own *= sqrt(self.head_size / (self.query_pre_attn_scalar or self.head_size))
         return own if self.mup_base_head_dim is None else own * sqrt(self.mup_base_head_dim / self.head_size)
 
     @property
     def head_size(self) -> int:
-        """Elements of a query and of a key."""
+        """Number of elements in a query or a key of a head."""
         if self.qk_nope_head_dim and self.qk_rope_head_dim:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def attention_size(self) -> int:
-        """Elements of all heads together: the width of the queries, and of what the output projection takes."""
+        """Number of elements in all heads together: the width of the queries and of the output projection's input."""
         return self.num_heads * self.head_size
 
     @property
     def mean_attention_size(self) -> float:
-        """Elements of all heads together, averaged over the product of queries and keys and the one with values."""
+        """Number of elements in all heads together, averaged over the two products of attention (q k^T, and with v)."""
         return self.num_heads * (self.head_size + (self.v_head_dim or self.head_size)) / 2
 
     @property
@@ -307,7 +307,7 @@ class ModelConfig(Section):
         return self.expert_hidden_size or self.ffn_hidden_size or 0
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token attends to in a layer; None for all."""
+        """Return how many positions a token attends to in a layer; None for all."""
         is_full = self.full_attention_every and (layer + 1) % self.full_attention_every == 0
         return None if is_full else self.sliding_window
 
@@ -317,7 +317,7 @@ class ModelConfig(Section):
         return Counter(map(self.window_of, range(self.num_layers)))
 
     def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
-        """Base and scaling of the rotary frequencies of a layer; None where it does not rotate."""
+        """Return base and scaling of a layer's rotary frequencies; None if the layer does not rotate."""
         if self.no_rope_every and (layer + 1) % self.no_rope_every == 0:
             return None
         if self.rope_local_theta is not None and self.window_of(layer) is not None:
@@ -326,11 +326,11 @@ class ModelConfig(Section):
 
     @property
     def mean_reach(self) -> float:
-        """Positions that a token attends to, averaged over a sample and the layers: seq_len / 2, fewer with a window."""
+        """Return how many positions a token attends to, averaged over a sample and the layers: at most seq_len / 2."""
         return self.reach_in([self.seq_len])
 
     def reach_in(self, lengths: Collection[int]) -> float:
-        """As `mean_reach`, where attention stays within documents of these lengths."""
+        """Return the same as `mean_reach` for attention within documents of these lengths."""
 
         def seen(window: int | None) -> float:
             windows = [min(window or length, length) for length in lengths]

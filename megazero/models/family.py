@@ -64,21 +64,21 @@ class HuggingFaceFormat:
     Checkpoints hold the weights under exactly these names, so those of any step load in transformers without conversion.
 
     Args:
-        architecture: the class, as "LlamaForCausalLM".
-        sizes: their key -> ours, for keys that a configuration must have.
-        defaults: their key -> (ours, the value that transformers takes where the key is missing or null).
-        constants: their key -> the one value that our model computes; also what a missing key means.
-        assumed: as `constants`, for keys that we do not write.
-        prefix: of weight names, which a model without its head leaves out.
-        buffers: a pattern of the names of stored tensors that are no parameters, which older releases wrote.
-        embedding, head: names of these two weights; a file with tied embeddings may repeat the first under the second.
-        extra: further keys to write.
-        read_extra: further keys of our section, read from a configuration.
-        problems: what else in a configuration our model does not compute; also given `seq_len` of the import, or None.
-        lost: a line for the user on each thing that an import cannot keep.
-        aliases: further spellings of their keys -> the key, which is what we write.
-        model_type: None where it is the family's name.
-        reads: the keys that the three functions above look at; an import tells those that nothing reads.
+        architecture: name of the class, such as "LlamaForCausalLM".
+        sizes: their key -> our key, for keys that a configuration must have.
+        defaults: their key -> (our key, the default in transformers if the key is missing or null).
+        constants: their key -> the only value that our model computes, which is also the default of the key.
+        assumed: like `constants`, for keys that we do not write.
+        prefix: prefix of weight names; a model without its head omits it.
+        buffers: a pattern for names of stored tensors that are no parameters, which older releases wrote.
+        embedding, head: names of these two weights; a file with tied embeddings may contain the weight under both.
+        extra: (model) -> further keys to write.
+        read_extra: (configuration) -> further keys of our section.
+        problems: (configuration, `seq_len` of the import or None) -> further reasons why our model does not compute it.
+        lost: (configuration) -> a line for the user on each setting that an import loses.
+        aliases: other spellings of their keys -> the key that we write.
+        model_type: their name of the family; None if it equals ours.
+        reads: the keys that the three functions above read; an import lists keys that nothing reads.
     """
 
     architecture: str = ""
@@ -99,8 +99,10 @@ class HuggingFaceFormat:
     reads: tuple[str, ...] = ()
 
     def variant(self, name: str, **functions: Callable[..., Any]) -> HuggingFaceFormat:
-        """This format with what `hugging_face.json` has under a name, and these functions.  A key that stands there leaves
-        the table of this format in which it was.  The file is the package's: a script's family takes `dataclasses.replace`.
+        """Return this format with the changes that `hugging_face.json` lists under a name, and with these functions.
+
+        A key in the file is removed from the table in which this format has it.  The file belongs to the package: a script
+        uses `dataclasses.replace` for its own family.
         """
         own = _FORMATS[name]
         named = {*own.get("reads", ()), *(key for table in _TABLES for key in own.get(table, ()))}
@@ -130,9 +132,7 @@ class HuggingFaceFormat:
         }
 
     def not_computed(self, model: ModelConfig) -> list[str]:
-        """List the options of a model that transformers does not compute in this family, as they are written in a run
-        file.
-        """
+        """Return the options of a model that transformers does not compute in this family, in the form of a run file."""
         theirs = {ours for ours, _ in self.defaults.values()}
         chosen = {key: value for key in _OPTIONS if key not in theirs and (value := getattr(model, key)) is not None}
         return [f"model.{key} = {toml_value(value)}" for key, value in chosen.items()]
@@ -141,9 +141,9 @@ class HuggingFaceFormat:
         """Convert a `config.json` to the [model] section of a run file.
 
         Args:
-            family: its name.
-            config: the contents of the file.
-            seq_len: None for the number of positions in the configuration.
+            family: name of the family.
+            config: contents of the file.
+            seq_len: tokens in a sample; None for the number of positions in the configuration.
 
         Raises:
             ValueError: our model does not compute what this one does; the message lists every reason.
@@ -194,7 +194,7 @@ class ModelRule:
 
 
 class ModelFamily(ABC):
-    """One family of GPTs.
+    """Base class of a family of GPTs.
 
     A script adds one with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
     """
@@ -233,7 +233,7 @@ class ModelFamily(ABC):
         return 4 * model.hidden_size
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """Fill in unset sizes, and unset those that are the default or have no effect."""
+        """Return the model with unset sizes filled in, and with sizes unset that are the default or have no effect."""
         unset: dict[str, object] = {
             "num_kv_heads": model.num_heads,
             "ffn_hidden_size": self.ffn_hidden_size(model),

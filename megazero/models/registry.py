@@ -1,4 +1,4 @@
-"""What `model.family` and `model.preset` may name; a script may register a family of its own, see `ModelFamily`."""
+"""The names for `model.family` and `model.preset`.  A script may register its own family, see `ModelFamily`."""
 
 from __future__ import annotations
 

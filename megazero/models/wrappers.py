@@ -149,7 +149,7 @@ def _piece_of(module: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
-    """Whether a block defines which submodules policies name: the class of its forward must also define `regions`."""
+    """Whether a block defines its regions for policies: the class that defines its `forward` also defines `regions`."""
     owner = next(base for base in type(block).__mro__ if "forward" in vars(base))
     return isinstance(block, Block) and "regions" in vars(owner)
 

@@ -1,9 +1,9 @@
-"""What a run file asks for, without starting it: shape, memory, batch, schedule, learning rate, context, data.
+"""Checks and describes a run without starting it: shape, memory, batch, schedule, learning rate, context, data.
 
-    load_config(..., rules=FILE_RULES)     all that is wrong, the files that the run names included
+    load_config(..., rules=FILE_RULES)     all problems, including those of the files that the run names
     describe(run, ...)                     (subject, text) of each line of `megazero check`
 
-A file that is not on this machine is said to be unchecked; one that is there must fit the run.
+A file that is not on this machine is reported as unchecked; a file that is there must fit the run.
 """
 
 import sys
@@ -40,7 +40,7 @@ Lines: TypeAlias = Iterable[tuple[str, str]]
 
 
 class DeviceNeeds(NamedTuple):
-    """What an annex says of a run on its device: lines of `megazero check`, and whether the run fits."""
+    """An annex's lines for `megazero check` on the device of a run, and whether the run fits it."""
 
     lines: Lines
     fits: bool = True
@@ -62,7 +62,7 @@ def _source_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:
-    """The file of a schedule can be read and cannot deadlock, and the schedule has the run's pp and accumulation."""
+    """Check that a schedule's file can be read, that it cannot deadlock, and that it has the run's pp and accumulation."""
     file = config.parallel.schedule_file
     if file is None:
         return

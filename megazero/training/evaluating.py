@@ -19,23 +19,25 @@ from megazero.training.resuming import checkpoints_of
 from megazero.training.trainer import explained
 
 
-def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> tuple[str, dict[str, StepStatistics]]:
-    """Evaluate a checkpoint on every validation source of a run; its path, and losses as `evaluate_on` names them.
-
-    Called on every rank.  The checkpoint is of the same model, whatever it was trained on.
+def evaluate_rank(
+    run: ResolvedRun, state: ParallelState, requested: str | None
+) -> tuple[str, dict[str, StepStatistics]]:
+    """Evaluate a checkpoint on every validation source of a run.  Every rank calls this.
 
     Args:
-        wish: a step directory, or the number of a step of the run; None for the newest one.
+        requested: a step directory, or the number of a step of the run; None for the newest step.
+
+    Returns: the path of the checkpoint; the losses, by the names of `evaluate_on`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is of another model.
-        DataError: as `open_same_corpus`; or the run keeps no sample for evaluation.
+        DataError: see `open_same_corpus`; or the run has no samples for evaluation.
     """
     corpus, own = open_same_corpus(run.config, state.world), run.config
     if corpus.validation is None and not corpus.named_validation:
         hint = "name data in data.validation_sources, or hold some out by data.validation_fraction"
         raise DataError(f"there is nothing to evaluate on: {hint}")
-    path = on_first(lambda: str(_find(own, wish)), state.world, CheckpointError)
+    path = on_first(lambda: str(_find(own, requested)), state.world, CheckpointError)
     checkpoint = own.checkpoint.model_copy(update={"accept_changes": tuple(KEYS_OF)})
     # a run that evaluates nothing is asked here for all
     training = own.training.model_copy(update={"eval_every_steps": own.training.eval_every_steps or 1})
@@ -52,12 +54,12 @@ def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> t
         return path, evaluate_on(validations_of(config, corpus.validation, corpus.named_validation), run, engine)
 
 
-def _find(config: RunConfig, wish: str | None) -> Folder:
+def _find(config: RunConfig, requested: str | None) -> Folder:
     root = checkpoints_of(config)
-    if wish is None:
+    if requested is None:
         if (newest := find_newest(root)) is None:
             raise CheckpointError(f"{root} holds no complete checkpoint: train the run first, or name a step directory")
         return newest
-    folder = step_folder(root, int(wish)) if wish.isdigit() else folder_at(wish)
+    folder = step_folder(root, int(requested)) if requested.isdigit() else folder_at(requested)
     check_complete(folder, f"{folder} (megazero checkpoint inspect {root} lists the steps)")
     return folder

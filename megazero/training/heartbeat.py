@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks, the store that holds them, and what they say about a collective that did not finish.
+"""Heartbeats of the ranks, the store that holds them, and the explanation of a collective that did not finish.
 
 rank 3, read twice       count 41 -> 41    it does not respond
                          count 41 -> 43    it is alive: in another collective, or outside any
@@ -24,7 +24,7 @@ _REQUEST, _OVER, _FOUND = "request", "over", "found"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank is doing."""
+    """The current activity of a rank."""
 
     count: int  # goes up with every heartbeat
     step: int  # the current step, or the last one
@@ -46,10 +46,11 @@ Heartbeats = Mapping[int, Heartbeat]
 def explain_missing_ranks(
     axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats
 ) -> str:
-    """Say which ranks a collective over an axis is missing, and what they do instead.
+    """Describe which ranks have not joined a collective over an axis, and what they are doing.
 
     Args:
-        ranks: of the collective, without this one.
+        axis: name of the axis.
+        ranks: ranks of the collective, without this one.
         mine: this rank's heartbeat when the failure was noticed.
         before, after: heartbeats read twice; every living rank has written one in between.
     """
@@ -88,7 +89,7 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
 
 
 def waits_for_another(beats: Heartbeats, since: float) -> bool:
-    """Whether a rank that has written a heartbeat since this time of day does something for which others have to wait."""
+    """Whether a rank that has written a heartbeat since this time of day is doing something that others must wait for."""
     return any(beat.at >= since and not (beat.waits or beat.ended) for beat in beats.values())
 
 
@@ -116,9 +117,11 @@ def _text_of_living(rank: int, beat: Heartbeat) -> str:
 
 
 def store_of_run(store: Store, run: str) -> Store:
-    """What a run keeps in the store of the process group, over a connection of the caller's own.
+    """Return the part of the process group's store that belongs to a run, over a new connection.
 
-    `run` differs from earlier runs in the store.
+    Args:
+        store: the store of the process group.
+        run: a name that differs from those of earlier runs in the store.
     """
     # A clone, so that the calls of one thread do not block another's. Without one the threads share one connection.
     with suppress(AttributeError, RuntimeError):
@@ -128,9 +131,9 @@ def store_of_run(store: Store, run: str) -> Store:
 
 
 def missing_keys(store: Store, keys: Sequence[str]) -> list[str]:
-    """Those of these keys that nobody has written.
+    """Return the keys that nobody has written.
 
-    A store answers whether all of some keys are there: one question if they are, else the halves are asked for.
+    A store can tell only whether all of some keys exist, so this asks for all keys, and if some are missing for each half.
     """
     if not keys or store.check(list(keys)):
         return []
@@ -139,7 +142,7 @@ def missing_keys(store: Store, keys: Sequence[str]) -> list[str]:
 
 
 class HeartbeatStore:
-    """The heartbeats of a run's ranks; arguments as `store_of_run`."""
+    """The heartbeats of a run's ranks.  Args: see `store_of_run`."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store_of_run(store, run)
@@ -149,7 +152,7 @@ class HeartbeatStore:
         self._store.set(str(rank), json.dumps(asdict(beat), separators=(",", ":")))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The heartbeats of those of these ranks that have written one."""
+        """Return the heartbeats of these ranks, as far as they have written any."""
         keys = [str(rank) for rank in ranks]
         missing = set(missing_keys(self._store, keys))
         found = [key for key in keys if key not in missing]
@@ -162,11 +165,11 @@ class HeartbeatStore:
             self._store.set(_REQUEST, _OVER if is_over else "")
 
     def tell(self, found: str) -> None:
-        """Write for the other ranks which ones are lost."""
+        """Tell the other ranks which ranks are lost."""
         self._store.set(_FOUND, found)
 
     def told(self) -> str:
-        """What a rank has written of those that are lost; empty before."""
+        """Return what another rank has reported about lost ranks; empty if nothing."""
         return self._store.get(_FOUND).decode() if self._store.check([_FOUND]) else ""
 
     def requested(self) -> tuple[bool, bool]:

@@ -29,30 +29,30 @@ def checkpoints_of(config: RunConfig) -> Folder:
     return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / CHECKPOINTS)
 
 
-def find_origin(wish: str, root: Folder) -> Folder | None:
+def find_origin(requested: str, root: Folder) -> Folder | None:
     """Find the step directory to resume from, with the run's own checkpoints in `root`; None to start at step 0.
 
     Raises: CheckpointError.
     """
     newest = index.find_newest(root)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if wish == "auto" or (wish == "never" and is_restart):
+    if requested == "auto" or (requested == "never" and is_restart):
         return newest
-    if wish == "never":
+    if requested == "never":
         if newest is not None:
             hint = "set training.run_dir to a new directory, or checkpoint.resume=auto to continue it"
             found = f"{root} holds the run that wrote {newest.name}"
             raise index.CheckpointError(f"checkpoint.resume=never, but {found}; {hint}")
         return None
-    if newest is not None and _was_interrupted(root, wish):
+    if newest is not None and _was_interrupted(root, requested):
         return newest
-    origin = folder_at(wish)
-    index.check_complete(origin, f"checkpoint.resume={wish}")
+    origin = folder_at(requested)
+    index.check_complete(origin, f"checkpoint.resume={requested}")
     step = index.read_trainer_state(origin).step
     if newest is not None and index.step_of(newest) > step:
         hint = "set training.run_dir to a new directory to branch off, or remove the later steps"
         found = f"{root} already holds {newest.name}"
-        raise index.CheckpointError(f"checkpoint.resume={wish} is step {step}, but {found}; {hint}")
+        raise index.CheckpointError(f"checkpoint.resume={requested} is step {step}, but {found}; {hint}")
     return origin
 
 
@@ -64,13 +64,13 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
 
     Raises: CheckpointError, as the run would.
     """
-    wish = config.checkpoint.resume
+    requested = config.checkpoint.resume
     try:
-        if "://" not in wish and wish not in ("auto", "never"):
-            index.check_complete(folder_at(wish), f"checkpoint.resume={wish}")
-        if "://" in wish + (config.checkpoint.directory or ""):
+        if "://" not in requested and requested not in ("auto", "never"):
+            index.check_complete(folder_at(requested), f"checkpoint.resume={requested}")
+        if "://" in requested + (config.checkpoint.directory or ""):
             return ["checkpoints at a URL were not looked at"]
-        if (origin := find_origin(wish, checkpoints_of(config))) is None:
+        if (origin := find_origin(requested, checkpoints_of(config))) is None:
             return []
         trainer = index.read_trainer_state(origin)
         data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
@@ -96,10 +96,10 @@ def resume_setting_of(folder: Folder) -> str | None:
     return None
 
 
-def _was_interrupted(root: Folder, wish: str) -> bool:
-    """Whether the run in a directory started from `wish`, according to the newest step that can be read."""
+def _was_interrupted(root: Folder, requested: str) -> bool:
+    """Whether the run in a directory started from `requested`, according to the newest step that can be read."""
     settings = (resume_setting_of(folder) for folder in reversed(index.step_folders(root)) if index.is_complete(folder))
-    return next((setting for setting in settings if setting is not None), None) == hide_passwords(wish)
+    return next((setting for setting in settings if setting is not None), None) == hide_passwords(requested)
 
 
 def tell_changes(trainer: index.TrainerState, config: RunConfig, position: Position) -> list[str]:

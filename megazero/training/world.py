@@ -68,15 +68,15 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
 
     Raises: DeviceError: some of them have no device.
     """
-    wish, devices = config.launch.device, cuda_devices()
-    if wish == "cpu" or (wish == "auto" and not devices):
+    choice, devices = config.launch.device, cuda_devices()
+    if choice == "cpu" or (choice == "auto" and not devices):
         return "cpu"
     if device_index(os.environ, devices, local_ranks) is None:
-        if wish == "auto" and LAUNCH_FOLDER in os.environ:
+        if choice == "auto" and LAUNCH_FOLDER in os.environ:
             return "cpu"
         here = " (LOCAL_WORLD_SIZE is unset, so all ranks count)" if _is_local_world_unknown() else ""
         raise DeviceError(
-            f"launch.device={wish} needs a CUDA device for each of {local_ranks} ranks on this machine{here}, torch finds "
+            f"launch.device={choice} needs a CUDA device for each of {local_ranks} ranks on this machine{here}, torch finds "
             f"{devices}; start fewer ranks, or set launch.device=cpu to compute without CUDA"
         )
     return "cuda"

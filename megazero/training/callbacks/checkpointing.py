@@ -201,9 +201,11 @@ class Checkpointing(Callback):
         The last one is not marked: without any checkpoint the same command would begin the run anew.
         """
         older = [folder for folder in self._complete_before(before) if folder.name != damaged.name]
-        found, wish = older[-1] if older else None, self._config.resume
-        if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != hide_passwords(wish)):
-            found = folder_at(wish)
+        found, requested = older[-1] if older else None, self._config.resume
+        if requested not in ("auto", "never") and (
+            found is None or resume_setting_of(found) != hide_passwords(requested)
+        ):
+            found = folder_at(requested)
         if found is not None:
             index.mark_damaged(damaged)
             index.renew_latest(self._root)
