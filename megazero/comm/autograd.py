@@ -68,15 +68,6 @@ def _sum(x: Tensor, tp: Axis) -> Tensor:
     return _sum_in_place(x.clone(memory_format=torch.contiguous_format), tp)
 
 
-def refuse_second_derivative(what: str) -> None:
-    """Raise if autograd records the backward pass: it would treat a backward that is written by hand as a constant.
-
-    Raises: RuntimeError.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{what} has no second derivative: do not use create_graph with it")
-
-
 class _Differentiable(torch.autograd.Function):
     """One collective in the forward and another in the backward."""
 
@@ -90,7 +81,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a collective")
+        if torch.is_grad_enabled():  # autograd would treat this backward as a constant
+            raise RuntimeError("a collective has no second derivative: do not use create_graph with it")
         return ctx.collective(grad, ctx.tp), None, None, None
 
 

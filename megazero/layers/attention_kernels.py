@@ -24,9 +24,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
-from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, uncompiled
 from megazero.layers.recompute import Tape
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
 from megazero.registry import added
 

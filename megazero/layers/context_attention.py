@@ -37,13 +37,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself, wait_all
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.attention import CausalAttention, uncompiled
 from megazero.layers.attention_kernels import TileKernel, activate_newest_flash_attention, merge, tile_kernel, windowed
 from megazero.layers.recompute import WHOLE, Tape
 from megazero.layers.sample_part import SamplePart, whole_samples
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.layers.token_layout import HeadPiece, head_pieces
 from megazero.parallel_state import Axis

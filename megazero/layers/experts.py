@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import exchange_rows, refuse_second_derivative
+from megazero.comm.autograd import exchange_rows
 from megazero.comm.collectives import Pending, all_reduce, all_to_all
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import MLP, Gated
 from megazero.layers.sample_part import TokenLayout
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.spec import Initializer, NamedRows, buffer_spec, drawn_parameter, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 

@@ -29,14 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import (
-    reduce_from_tp,
-    refuse_second_derivative,
-    scatter_sequence,
-    start_gather_sequence,
-    start_scatter_sequence,
-)
+from megazero.comm.autograd import reduce_from_tp, scatter_sequence, start_gather_sequence, start_scatter_sequence
 from megazero.comm.collectives import Pending, all_reduce
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.spec import LinearSpec, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 from megazero.registry import added
@@ -315,6 +310,11 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
+def unchanged(x: Tensor, _: Axis) -> Tensor:
+    """What gathers and sums x over an axis of one rank: it returns x."""
+    return x
+
+
 def parallel_linear(
     x: Tensor,
     weight: Tensor,
@@ -396,7 +396,7 @@ class RowParallelLinear(_ParallelLayer):
     ) -> None:
         specs = linear.params(1, sum_over_tp=sequence_parallel and tp.size > 1)
         super().__init__(specs, tp, "local", wgrad_queue)
-        self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
+        self.reduce = unchanged if tp.size == 1 else scatter_sequence if sequence_parallel else reduce_from_tp
 
     def forward(self, x: Tensor) -> Tensor:
         y = parallel_linear(x, self.weight, None, self.entry, self.tp, self.wgrad_queue, self.product, self.exchange)

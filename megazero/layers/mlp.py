@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.saved_tensors import refuse_second_derivative
 
 _aten = torch.ops.aten
 #: A function of a gate: of a tensor, with `out`, and its gradient with `grad_input`.

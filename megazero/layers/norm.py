@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import reduce_from_tp, refuse_second_derivative
+from megazero.comm.autograd import reduce_from_tp
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.sample_part import TokenLayout
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
 from megazero.parallel_state import Axis
 

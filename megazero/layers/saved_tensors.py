@@ -115,6 +115,15 @@ def innermost() -> SavedTensorHooks:
     return owner if isinstance(owner, SavedTensorHooks) else _Outermost(found)
 
 
+def refuse_second_derivative(what: str) -> None:
+    """Raise if autograd records the backward pass: it would treat a backward that is written by hand as a constant.
+
+    Raises: RuntimeError.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what} has no second derivative: do not use create_graph with it")
+
+
 def forget_failed_backward() -> None:
     """Free the graph of a failed backward on the host, and so everything that it saved.
 

@@ -28,17 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import (
-    copy_to_tp,
-    gather_features,
-    gather_sequence,
-    reduce_from_tp,
-    refuse_second_derivative,
-    scatter_sequence,
-)
+from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence, reduce_from_tp, scatter_sequence
 from megazero.comm.collectives import all_gather
-from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products
+from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products, unchanged
 from megazero.layers.sample_part import TokenLayout
+from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.spec import ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -431,7 +425,7 @@ class VocabParallelHead(nn.Module):
         # The two passes over logits.  `models/wrappers.py` replaces them by compiled ones, which need no blocks.
         self.statistics_of: Any = statistics_by_blocks
         self.grad_logits_of: Any = grad_logits_by_blocks
-        self.enter = gather_sequence if sequence_parallel else copy_to_tp
+        self.enter = unchanged if tp.size == 1 else gather_sequence if sequence_parallel else copy_to_tp
         self.specs = {"weight": logits.spec}
         self.weight = drawn_parameter(logits.spec, tp.index, tp.size) if tied is None else tied
         self.wgrad_queue = wgrad_queue if tied is None else None
