@@ -9,7 +9,7 @@
 
 If a unit returns a result that another unit has computed, this result gets a new autograd node: a hook on the old node would
 gather this unit's weights, and perhaps the next unit's, just before the other unit's backward.  If an in-place change or a
-result in an attribute bypasses the hook, the unit is gathered when autograd needs its weights (`zero/saved_weights.py`).
+result in an attribute bypasses the hook, the unit is gathered when autograd needs its weights (`zero/gather.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket
-from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, in_backward
+from megazero.zero.gather import SavedWeight, SavingForward, ScheduleOrder, Unit, UnitGatherer, in_backward
 from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.layout import Slot
 from megazero.zero.parameters import Gathering
-from megazero.zero.saved_weights import SavedWeight, SavingForward
 from megazero.zero.secondary_shard import SecondarySource
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.sharding import ShardingPolicy, ShardingSettings

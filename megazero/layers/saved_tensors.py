@@ -5,7 +5,7 @@
 
 Autograd calls only the innermost pair of hooks.  Hooks of this package know the pair below them and pass on what they
 do not handle.  So a recomputation (`recompute.py`) works inside a ZeRO-3 unit, which stores references to weights
-(`zero/saved_weights.py`), inside any hooks that a script has put around both.
+(`zero/gather.py`), inside any hooks that a script has put around both.
 """
 
 from __future__ import annotations
