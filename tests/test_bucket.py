@@ -16,6 +16,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.bucket_plan import plan_buckets
 from megazero.zero.layout import BucketLayout, Interval, ParamInfo, Pieces
 from megazero.zero.sharding import ALONE, Placement, ShardingPolicy
+from megazero.zero.storage import StateMemory
 
 laws = settings(deadline=None, max_examples=75)
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)
@@ -56,7 +57,7 @@ def bucket_on(layout: BucketLayout, here: ShardingPolicy, *arguments) -> Bucket:
         dataclasses.replace(slot, info=dataclasses.replace(slot.info, placement=here.placement))
         for slot in layout.slots
     ]
-    return Bucket(dataclasses.replace(layout, slots=tuple(slots)), here, *arguments)
+    return Bucket(dataclasses.replace(layout, slots=tuple(slots)), StateMemory(here), *arguments)
 
 
 @st.composite

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megazero.zero.layout import BucketLayout, Interval
-from megazero.zero.sharding import ShardingPolicy
 from megazero.zero.storage import Extent, FlatArray, InMemory, StateMemory
 
 
@@ -16,8 +15,8 @@ class Bucket:
     """The tensors of one bucket on one rank.
 
     Args:
+        memory: allocates what this rank holds.
         weights: buffer for the full weights, [padded]; stage 3 passes a gather buffer.  None: allocate one.
-        memory: allocates what this rank holds; None: everything is on the device.
 
     Attributes:
         is_duplicate: holds a tied parameter whose first copy is elsewhere; not counted in the norm and not saved.
@@ -43,15 +42,9 @@ class Bucket:
             the bucket is updated later; see `WeightGathers.defer_steps`.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        policy: ShardingPolicy,
-        weights: Tensor | None = None,
-        memory: StateMemory | None = None,
-    ) -> None:
-        memory = StateMemory(policy) if memory is None else memory
-        self.layout, self.policy, self.placement = layout, policy, layout.first.placement
+    def __init__(self, layout: BucketLayout, memory: StateMemory, weights: Tensor | None = None) -> None:
+        self.layout, self.placement = layout, layout.first.placement
+        self.policy = policy = memory.policy
         self.dtype = torch.float32 if layout.first.spec.buffer else policy.dtype
         self.is_duplicate = False
         self.residency = held = memory.residency(layout)

@@ -98,7 +98,7 @@ class ShardedParameters:
         if plan.buffers is not None:
             buffers = plan.buffers.allocate(self.policy.dtype, self.policy.device)
         for layout in plan.layouts:
-            bucket = Bucket(layout, self.policy, buffers.get(layout.name), self.memory)
+            bucket = Bucket(layout, self.memory, buffers.get(layout.name))
             if layout.tie is not None:
                 bucket.is_duplicate = layout.tie in seen or (layout.tie in ties and ties[layout.tie].index > 0)
                 seen.add(layout.tie)
