@@ -23,13 +23,12 @@ from megazero.checkpoint.index import (
     step_folders,
     write_unfinished,
 )
-from megazero.checkpoint.lock import DirectoryLock
+from megazero.checkpoint.lock import DirectoryLock, Ownership
 from megazero.checkpoint.save import _prepare
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
 from megazero.config import RunConfig
 from megazero.engine import Position
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training.ownership import Ownership
 
 
 @pytest.fixture(scope="module")

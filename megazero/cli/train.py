@@ -110,8 +110,8 @@ def _launcher() -> str:
 def _failure(run: ResolvedRun, has_cause: bool) -> str:
     """Say where the run stands and what to do: repeat the command after a lost rank, fix any other cause first."""
     from megazero.checkpoint.index import find_newest
+    from megazero.checkpoint.lock import checkpoints_of
     from megazero.settings import hide_passwords
-    from megazero.training.resuming import checkpoints_of
 
     begins = "once the cause is mended, the run" if has_cause else "the same command"
     resume = run.config.checkpoint.resume

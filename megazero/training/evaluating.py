@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import CheckpointError, check_complete, find_newest, step_folder
 from megazero.checkpoint.load import reading
+from megazero.checkpoint.lock import checkpoints_of
 from megazero.comm.agreement import agree, on_first
 from megazero.config import ResolvedRun, RunConfig
 from megazero.data.sampler import DataError
@@ -15,7 +16,6 @@ from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
 from megazero.training.batches import open_same_corpus, without_trained
 from megazero.training.callbacks.evaluation import evaluate_on, validations_of
-from megazero.training.resuming import checkpoints_of
 from megazero.training.trainer import explained
 
 

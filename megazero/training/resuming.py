@@ -8,25 +8,19 @@ path or URL          that step, at the first start; after an interruption the ne
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.load import check_kinds
+from megazero.checkpoint.lock import checkpoints_of
 from megazero.config import RunConfig
 from megazero.engine import Position, phases
 from megazero.engine.outline import optimizer_of
 from megazero.optim.config import LrScheduleConfig
 from megazero.settings import hide_passwords, toml_value
 
-CHECKPOINTS = "checkpoints"
 # These keys say where a run is, not what it does; a URL may hold a password.
 _PLACES = {"training.run_dir", "checkpoint.directory", "checkpoint.resume", "checkpoint.accept_changes"}
-
-
-def checkpoints_of(config: RunConfig) -> Folder:
-    """The folder of a run's checkpoints.  Raises: ValueError for a URL that cannot be used."""
-    return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / CHECKPOINTS)
 
 
 def find_origin(requested: str, root: Folder) -> Folder | None:

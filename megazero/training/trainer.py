@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint.lock import Ownership
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import lacks_memory
 from megazero.config import ResolvedRun
@@ -34,7 +35,6 @@ from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe, describe_kernels, recompile_limit_in_a_line
 from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
 from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
-from megazero.training.ownership import Ownership
 from megazero.training.watchdog import Watchdog
 
 SAVED_CONFIG = "config.toml"
@@ -70,8 +70,8 @@ class Trainer:
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
             corpus = open_same_corpus(config, state.world, say)
-            ownership = closing.enter_context(Ownership(config, state, say, wants_stop))
-            self.checkpointing = Checkpointing(config, ownership.root, self.watchdog, say)
+            self._ownership = closing.enter_context(Ownership(config, state, say, wants_stop))
+            self.checkpointing = Checkpointing(config, self._ownership.root, self.watchdog, say)
             is_new = not self.checkpointing.find()
             schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
             with explained(run, state):
@@ -88,7 +88,7 @@ class Trainer:
             self._batches = ReadAhead(self._read)
             closing.callback(self._batches.close)
             agree(self._prepare_run_dir, state.world, OSError)
-            self.callbacks = [ownership, *self._make_callbacks(closing)]
+            self.callbacks = self._make_callbacks(closing)
             self._announce()
             self._closing = closing.pop_all()
         self.loss: float | None = None  # of the last step
@@ -130,6 +130,7 @@ class Trainer:
             record.metrics["global_batch_size"] = len(record.samples)
         if base.StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             self._compute(record)
+        self._ownership.check()
         for callback in self.callbacks:
             decision = callback.after_step(record)
             if decision is base.StepDecision.ROLL_BACK:

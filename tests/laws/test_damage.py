@@ -18,12 +18,11 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.folder import FileRecord, LocalFolder, folder_at
 from megazero.checkpoint.index import CheckpointError, find_damage, find_newest, read_manifest, write_manifest
+from megazero.checkpoint.lock import Ownership, checkpoints_of
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.checkpointing import Checkpointing
-from megazero.training.ownership import Ownership
-from megazero.training.resuming import checkpoints_of
 from megazero.training.watchdog import Watchdog
 
 CASES = 200
@@ -243,7 +242,7 @@ def _apart(rank: int, root: Path) -> str:
 def test_ranks_that_share_no_disk_are_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megazero.training.ownership._APPEARS_SECONDS", 0.2)
+    monkeypatch.setattr("megazero.checkpoint.lock._APPEARS_SECONDS", 0.2)
     for text in run_world(2, _apart, tmp_path):
         assert "rank 1 on " in text
         assert "cannot see what rank 0 on " in text

@@ -23,13 +23,9 @@ from megazero.checkpoint.lock import GONE_LOOKS, GONE_SECONDS, DirectoryLock
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.data.writer import IndexedWriter
-from megazero.engine.phases import Position
-from megazero.training import ownership
-from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.trainer import train
 
 ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
-RECORD = StepRecord(Position(1, 8), SampleRange(0, 7))
 
 
 def _run_in(folder: Path, world: int) -> ResolvedRun:
@@ -89,7 +85,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     run = _run_in(tmp_path, 1)
     with pytest.raises(CheckpointError, match=rf"{tmp_path / 'run'} cannot be written .*Not a directory|File exists"):
-        ownership.Ownership(run.config, state_on(0, run), print, lambda: False).__enter__()
+        locks.Ownership(run.config, state_on(0, run), print, lambda: False).__enter__()
 
 
 def _take_over(folder: Path) -> None:
@@ -115,7 +111,7 @@ def _train_until_lost(
             _take_over(folder / where)
             then.append(_files(folder))
             # No step goes on before the lock was looked at, which is now done all the time.
-            ownership.GONE_SECONDS, ownership.HEARTBEAT_SECONDS = -1.0, 0.0
+            locks.GONE_SECONDS, locks.HEARTBEAT_SECONDS = -1.0, 0.0
 
     try:
         train(run, state_on(rank, run), watch(take_over))
@@ -169,17 +165,17 @@ def _ownership(
     monkeypatch: pytest.MonkeyPatch,
     say: Callable[[str], None] = print,
     wants_stop: Callable[[], bool] = lambda: False,
-) -> tuple[ownership.Ownership, list[float]]:
+) -> tuple[locks.Ownership, list[float]]:
     """Of one rank, and its clock."""
     run, now = _run_in(tmp_path, 1), [1000.0]
-    monkeypatch.setattr(ownership, "_now", lambda: now[0])
-    return ownership.Ownership(run.config, state_on(0, run), say, wants_stop), now
+    monkeypatch.setattr(locks, "_now", lambda: now[0])
+    return locks.Ownership(run.config, state_on(0, run), say, wants_stop), now
 
 
 def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "HEARTBEAT_SECONDS", 0.0)
     owner, now = _ownership(tmp_path, monkeypatch)
     read, asked = LocalFolder.read, threading.Semaphore(0)
 
@@ -197,13 +193,13 @@ def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
                 pass
             for _ in range(5):  # at least one whole turn of the thread
                 assert asked.acquire(timeout=30)
-            owner.after_step(RECORD)
+            owner.check()
         monkeypatch.setattr(LocalFolder, "read", read)
 
 
 def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "HEARTBEAT_SECONDS", 0.0)
-    monkeypatch.setattr(ownership, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "_ANSWER_SECONDS", 0.01)
     owner, now = _ownership(tmp_path, monkeypatch)
     read, hangs, goes_on = LocalFolder.read, threading.Event(), threading.Event()
     wait, waits = owner._await_look, []
@@ -223,7 +219,7 @@ def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatc
         assert hangs.wait(30)
         for _ in range(5):
             now[0] += 100
-            owner.after_step(RECORD)
+            owner.check()
         assert waits == [1]
         monkeypatch.setattr(LocalFolder, "read", read)
         goes_on.set()
@@ -232,12 +228,12 @@ def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatc
 def test_a_process_that_was_frozen_looks_before_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, now = _ownership(tmp_path, monkeypatch)
     with owner:
-        owner.after_step(RECORD)
+        owner.check()
         _take_over(tmp_path / "run" / "checkpoints")
-        owner.after_step(RECORD)  # nobody has looked yet
+        owner.check()  # nobody has looked yet
         now[0] += GONE_SECONDS + 1
         with pytest.raises(OwnerError, match="this run has lost"):
-            owner.after_step(RECORD)
+            owner.check()
 
 
 def test_a_run_whose_lock_file_was_removed_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +242,7 @@ def test_a_run_whose_lock_file_was_removed_says_so_and_goes_on(tmp_path: Path, m
     with owner:
         (tmp_path / "run").rename(tmp_path / "other")
         now[0] += GONE_SECONDS + 1
-        owner.after_step(RECORD)
+        owner.check()
         owner.root.write("x", b"")
     assert [line.split(":")[0] for line in said] == [str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints")]
 
@@ -255,11 +251,11 @@ def test_a_start_that_waits_for_an_owner_hears_that_it_is_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wants = iter([False, True])
-    monkeypatch.setattr(ownership, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "LOOK_SECONDS", 0.0)
     first, _ = _ownership(tmp_path, monkeypatch)
     second, _ = _ownership(tmp_path, monkeypatch, wants_stop=lambda: next(wants))
     with first:
         monkeypatch.setattr(locks, "has_ended", lambda _: None)
         with pytest.raises(OwnerError, match="asked to stop"):
             second.__enter__()
-        first.after_step(RECORD)
+        first.check()
