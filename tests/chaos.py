@@ -57,7 +57,7 @@ from megazero.checkpoint.index import (
     step_of,
 )
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.comm.collectives import LostPeerError
+from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import Links, ParallelState, RankGrid

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness import assert_nothing_is_left, open_files
 from torch import Tensor
 
-from megazero.comm.collectives import LostPeerError, all_gather, all_reduce, all_to_all, reduce_scatter, ring_shift
+from megazero.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, ring_shift
+from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness import DEVICE, run_world
 from worlds import LLAMA, engine_on, run_of, state_on
 
-from megazero.comm.collectives import LostPeerError, _guarded, lacks_memory
+from megazero.comm.collectives import _guarded
+from megazero.comm.messages import LostPeerError, lacks_memory
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
 from megazero.parallel_state import Axis, ParallelState, RankGrid

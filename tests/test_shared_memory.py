@@ -18,7 +18,6 @@ from harness import run_world
 from megazero.comm import backend
 from megazero.comm.backend import HostBackend, TorchBackend
 from megazero.comm.collectives import (
-    LostPeerError,
     Pending,
     all_gather,
     all_reduce,
@@ -31,7 +30,7 @@ from megazero.comm.collectives import (
     reduce_scatter,
     ring_shift,
 )
-from megazero.comm.messages import OrderError
+from megazero.comm.messages import LostPeerError, OrderError
 from megazero.cpu import rendezvous, transport
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend

@@ -26,7 +26,6 @@ from torch import Tensor
 from benchmarks.hosts_net import NoHostsError, network_of
 from benchmarks.worlds import Given, World
 from megazero.comm.collectives import (
-    LostPeerError,
     Pending,
     all_gather,
     all_reduce,
@@ -35,6 +34,7 @@ from megazero.comm.collectives import (
     exchange,
     reduce_scatter,
 )
+from megazero.comm.messages import LostPeerError
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import TwoLevelBackend

@@ -13,17 +13,8 @@ from harness import run_world
 from torch import Tensor, nn
 from zero_worlds import Sharded, numbers, seeded
 
-from megazero.comm.collectives import (
-    LostPeerError,
-    Pending,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    exchange,
-    reduce_scatter,
-    ring_shift,
-)
-from megazero.comm.messages import OrderError
+from megazero.comm.collectives import Pending, all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift
+from megazero.comm.messages import LostPeerError, OrderError
 from megazero.cpu.rendezvous import Poller
 from megazero.cpu.shared_memory import Channel, Rounds
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid

@@ -22,7 +22,8 @@ from counting_store import CountingStore
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
-from megazero.comm.collectives import LostPeerError, all_reduce, from_first, gather_objects
+from megazero.comm.collectives import all_reduce, from_first, gather_objects
+from megazero.comm.messages import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.parallel_state.axis import Traffic

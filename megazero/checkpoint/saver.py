@@ -19,8 +19,9 @@ from torch import Tensor
 from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
 from megazero.checkpoint.save import plan_saving, save_checkpoint
-from megazero.comm.collectives import LostPeerError, gather_objects
+from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import StorageError
+from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.parallel_state.state import SavingAxes
 from megazero.zero.bucket import Bucket

@@ -5,7 +5,6 @@ nothing is sent and the `Pending` is already done, so callers need no special ca
 collectives of layers and ZeRO (see `comm/backend.py`), torch's process groups all others (see `comm/messages.py`).
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.backend import address_of, choose_backend
-from megazero.comm.messages import OrderError, ProcessGroups, combine
+from megazero.comm.messages import LostPeerError, OrderError, ProcessGroups, combine, lacks_memory
 from megazero.parallel_state import Axis
 from megazero.parallel_state.axis import Counts, Transfers, Wait
 from megazero.parallel_state.state import Backend, Group, Messages
@@ -24,45 +23,6 @@ T = TypeVar("T")
 
 # These are RuntimeErrors too, but not the fault of a peer.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-
-# NCCL allocates outside torch's allocator, at the first operations of a communicator.  The last lines of its message
-# tell what failed.
-_NO_MEMORY = re.compile(r"out of memory|Failed to CUDA [a-z ]+ \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
-# NCCL 2.28.9 reported this on a full device, but it can also mean something else.
-_OF_A_FULL_DEVICE = re.compile(r"unhandled cuda error(.|\n)*invalid argument")
-_LEAST_FREE = 2**28  # bytes; a new communicator takes about half of it
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Whether this rank's device is out of memory, according to torch, NCCL or cuBLAS, or its free memory if NCCL's
-    message is unclear.
-    """
-    if isinstance(error, LostPeerError):
-        return False
-    if _NO_MEMORY.search(text := str(error)):
-        return True
-    return bool(_OF_A_FULL_DEVICE.search(text)) and torch.cuda.mem_get_info()[0] < _LEAST_FREE
-
-
-class LostPeerError(RuntimeError):
-    """A collective did not finish: a peer died, or did not join within the time limit."""
-
-    def __init__(self, operation: str, axis: Axis, error: RuntimeError) -> None:
-        # not the axis itself: the error may outlive its process group
-        self.operation, self.axis, self.ranks, self.rank = operation, axis.name, axis.ranks, axis.ranks[axis.index]
-        # the first sentence of torch's message, without its source line
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self.reason = re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
-        super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
-
-    def _text(self, where: str, found: str) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        called = f"{self.operation} over {self.axis}, as rank {self.rank} of ({shown}),{where}"
-        return f"{called} did not finish: {found} ({self.reason})"
-
-    def explain(self, step: int, found: str) -> None:
-        """Add the step of the failure, and what is known about the peers."""
-        self.args = (self._text(f" in step {step}", found),)
 
 
 class Pending:

@@ -109,7 +109,6 @@ class Product:
 
 PLAIN = Product()
 
-
 #: A forward's product x @ weight.T, with the exchange over tp before or after it; see `tp_overlap.py` for others.
 Exchange: TypeAlias = Callable[[Tensor, Tensor, Axis, Product], Tensor]
 
@@ -267,11 +266,14 @@ class _ParallelLinear(torch.autograd.Function):
         exchange: Exchange,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
-        ctx.product = product
-        ctx.parameter = (
-            None if wgrad_queue is None else weight
-        )  # autograd may return the saved weight as another object
+        ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.product, ctx.has_bias = (
+            entry,
+            tp,
+            wgrad_queue,
+            product,
+            bias is not None,
+        )
+        ctx.parameter = None if wgrad_queue is None else weight  # saved tensors may be unpacked as another object
         exchanges = entry in ("sequence", "scattered")
         y = exchange(x, weight, tp, product) if exchanges else product.forward(x, weight)
         return y if bias is None else y.add_(bias)

@@ -92,9 +92,8 @@ class Recomputation(SavedTensorHooks):
         super().__init__()
         self._function, self._tape = function, tape or Tape()
         self._generators = _default_generators() if draws else []
-        self._drawn: list[
-            tuple[torch.Generator, Tensor]
-        ] = []  # the generators that were used, with their states before
+        # the generators that were used, with their states before
+        self._drawn: list[tuple[torch.Generator, Tensor]] = []
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._signature: list[_Saved] = []
         self._weights: list[Any] = []  # saved weights, which are stored elsewhere
@@ -110,9 +109,8 @@ class Recomputation(SavedTensorHooks):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         saved = {key: _Argument(self.beneath.pack(tensor), tensor.requires_grad) for key, tensor in tensors.items()}
         self._args = [saved.get(id(leaf), leaf) for leaf in leaves]
-        self._drawn = [
-            (rng, rng.get_state()) for rng in self._generators
-        ]  # a backward within the function may need them already
+        # a backward within the function may need them already
+        self._drawn = [(rng, rng.get_state()) for rng in self._generators]
         self.enter()
         try:
             self._tape.record()
@@ -164,9 +162,8 @@ class Recomputation(SavedTensorHooks):
         """Run the function again and fill in the dropped tensors.  Raises: RuntimeError: the second run was different."""
         arguments = dict.fromkeys(arg for arg in self._args if isinstance(arg, _Argument))
         tensors = {arg: self.beneath.unpack(arg.saved).detach().requires_grad_(arg.requires_grad) for arg in arguments}
-        args = tree_unflatten(
-            [tensors[arg] if isinstance(arg, _Argument) else arg for arg in self._args], self._structure
-        )
+        given = [tensors[arg] if isinstance(arg, _Argument) else arg for arg in self._args]
+        args = tree_unflatten(given, self._structure)
         collected = _Collection()
         with self.beneath.again(collected), torch.enable_grad(), _random_states(self._drawn):
             try:

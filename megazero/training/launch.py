@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import OwnerError
-from megazero.comm.collectives import LostPeerError
 from megazero.comm.meeting import name_hint
+from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
 from megazero.data.sampler import UnfitDataError

@@ -18,7 +18,7 @@ import torch
 
 from megazero.checkpoint.lock import Ownership
 from megazero.comm.agreement import agree
-from megazero.comm.collectives import lacks_memory
+from megazero.comm.messages import lacks_memory
 from megazero.config import ResolvedRun
 from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megazero.comm.agreement import in_thread
-from megazero.comm.collectives import LostPeerError, from_first
+from megazero.comm.collectives import from_first
+from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
 from megazero.training import heartbeat

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from megazero.comm.collectives import LostPeerError, gather_objects
+from megazero.comm.collectives import gather_objects
+from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket_plan import plan_sharding
 from megazero.zero.gradients import GradientReducer

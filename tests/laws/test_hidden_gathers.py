@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from worlds import LR, engine_on, micro_batches, run_of, state_of, state_on
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.comm.collectives import LostPeerError, Pending, all_gather
+from megazero.comm.collectives import Pending, all_gather
+from megazero.comm.messages import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.cpu.deferred_steps import DeferredSteps
 from megazero.cpu.sockets import SocketBackend

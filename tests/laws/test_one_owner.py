@@ -20,7 +20,7 @@ from megazero.checkpoint import lock as locks
 from megazero.checkpoint.folder import LocalFolder, Output
 from megazero.checkpoint.index import CheckpointError, OwnerError, find_damage
 from megazero.checkpoint.lock import GONE_LOOKS, GONE_SECONDS, DirectoryLock
-from megazero.comm.collectives import LostPeerError
+from megazero.comm.messages import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.data.writer import IndexedWriter
 from megazero.training.trainer import train

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, traffic_and_memory, train_on
 from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, seeded
 
-from megazero.comm.collectives import LostPeerError
-from megazero.comm.messages import OrderError
+from megazero.comm.messages import LostPeerError, OrderError
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.parallel_state.axis import Traffic

@@ -14,7 +14,8 @@ from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.load import reading
 from megazero.checkpoint.saver import Saver, SaveReport, snapshot_of
 from megazero.comm.agreement import agree
-from megazero.comm.collectives import LostPeerError, from_first, gather_objects
+from megazero.comm.collectives import from_first, gather_objects
+from megazero.comm.messages import LostPeerError
 from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megazero.comm.agreement import Worker
-from megazero.comm.collectives import LostPeerError
+from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, added, closest
