@@ -416,7 +416,7 @@ def _vary(rank: int, run: ResolvedRun) -> list[tuple[int, int, int]]:
         engine.train_step(micro_batches(replace(run, micro_batch_size=size), engine.state, step), 1e-3)
         reserved = torch.cuda.memory_reserved() if DEVICE.type == "cuda" else 0
         found.append((len(store.pool._buffers), store.pool.nbytes, reserved))
-    pool = engine.sharded_model.reducer.reductions.working.pool
+    pool = engine.sharded_model.reducer.reductions.pool
     assert {storage_of(one) for one in pool._free} <= {storage_of(store.pool._buffers[0])}
     assert engine.memory_bytes()["activation_arena"] == store.pool.nbytes - pool.nbytes > 0
     engine.sharded_model.close()

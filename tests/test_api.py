@@ -403,7 +403,7 @@ def _leaky(make: Callable[[], Leaky], stage: int, left_out: list[Any], steps: in
 
             def note(self: BufferPool, *args: Any, step: int = step, **rest: Any) -> Tensor:
                 buffer = acquire(self, *args, **rest)
-                beyond[step] = max(beyond[step], reducer.buffer_bytes - reducer.most_buffer_bytes)
+                beyond[step] = max(beyond[step], reducer.reductions.buffer_bytes - reducer.reductions.most_buffer_bytes)
                 return buffer
 
             patch.setattr(BufferPool, "acquire", note)

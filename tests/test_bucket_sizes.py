@@ -114,9 +114,8 @@ def _gradients(rank: int, runs: list[ResolvedRun]) -> list[tuple[int, dict[str, 
             engine.compute_gradients(micro_batches(run, state, 0))
         reducer = engine.sharded_model.reducer
         parts = sum(len(bucket.gradient_parts) for bucket in reducer.buckets)
-        found.append(
-            (parts - max(under_way), whole(engine, "gradient"), (reducer.buffer_bytes, reducer.most_buffer_bytes))
-        )
+        sizes = reducer.reductions.buffer_bytes, reducer.reductions.most_buffer_bytes
+        found.append((parts - max(under_way), whole(engine, "gradient"), sizes))
         engine.sharded_model.close()
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,10 +18,8 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import whole_spec
-from megazero.zero.bucket import Bucket
 from megazero.zero.bucket_plan import param_infos
-from megazero.zero.layout import Interval
-from megazero.zero.reductions import ReductionQueue, square_sum
+from megazero.zero.reductions import Chunk, ReductionQueue, square_sum
 from megazero.zero.sharding import ALONE, ShardingPolicy
 from megazero.zero.units import ModelParam, ModelParts, UnitModule, describe
 
@@ -146,9 +145,9 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         launched = []
         plain = ReductionQueue.start
 
-        def spy(self: ReductionQueue, bucket: Bucket, part: Interval, buffer: Tensor, **rest: bool) -> None:
-            launched.append((bucket.layout.name, part.start))
-            plain(self, bucket, part, buffer, **rest)
+        def spy(self: ReductionQueue, chunk: Chunk) -> None:
+            launched.append((chunk.bucket.layout.name, chunk.elements.start))
+            plain(self, chunk)
 
         ReductionQueue.start = spy
         for step in EXPERT_BATCHES:
@@ -209,12 +208,11 @@ def test_what_is_held_adds_up_without_traffic_and_goes_with_the_next_reduction(z
             mine = [*step[rank], *step[rank]]  # four, of which the last alone is reduced
             sharded.zero.begin_step(len(mine))
             sharded.state.traffic.reset()
-            sharded.reducer.accumulates = True
-            for batch in mine[:-1]:
-                sharded.module(batch).backward()
-                sharded.reducer.close_pass(0)
+            with sharded.reducer.accumulating():
+                for batch in mine[:-1]:
+                    sharded.module(batch).backward()
+                    sharded.reducer.close_pass(0)
             assert _reduced_bytes(sharded) == 0
-            sharded.reducer.accumulates = False
             sharded.module(mine[-1]).backward()
             sharded.reducer.close_pass(0)
             sharded.zero.finish_gradients()
@@ -235,9 +233,9 @@ def test_what_is_held_to_the_end_is_reduced_at_the_end(zero_stage: int) -> None:
             for step in EXPERT_BATCHES:
                 sharded.zero.begin_step(2)
                 for index, batch in enumerate(step[rank]):
-                    sharded.reducer.accumulates = index >= held_from
-                    sharded.module(batch).backward()
-                    sharded.reducer.close_pass(0)
+                    with sharded.reducer.accumulating() if index >= held_from else nullcontext():
+                        sharded.module(batch).backward()
+                        sharded.reducer.close_pass(0)
                 sharded.zero.finish_gradients()
                 assert_same(sharded.whole("gradient"), plain_gradients(plain, step))
 

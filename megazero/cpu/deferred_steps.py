@@ -15,7 +15,7 @@ from torch import nn
 
 from megazero.comm.collectives import all_gather, largest
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, in_order_of_use
+from megazero.zero.bucket import Bucket, Landing, in_order_of_use
 from megazero.zero.weight_gathers import WeightGathers
 
 _LARGEST_BUCKETS = 4  # as large as so many buckets should be: what arrives of a larger one would take as much memory
@@ -72,5 +72,5 @@ def _can_defer(bucket: Bucket) -> bool:
     policy, layout = bucket.policy, bucket.layout
     is_plain = policy.zero_stage == 0 and layout.shards > 1 and bucket.placement.replica.size == 1
     # In a narrower format an all-reduce sends less than a gather of fp32 sums; the stages of a tie choose on their own.
-    is_wide = policy.reduce_dtype == policy.accumulate_dtype
-    return is_plain and is_wide and bucket.reduces_in_place and layout.tie is None and not layout.first.matrix
+    is_wide = bucket.landing is Landing.IN_PLACE and policy.reduce_dtype == policy.accumulate_dtype
+    return is_plain and is_wide and layout.tie is None and not layout.first.matrix

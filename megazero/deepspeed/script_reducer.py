@@ -21,7 +21,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from megazero.comm.collectives import from_first
 from megazero.parallel_state import Axis
-from megazero.zero.gradients import BucketGradients, GradientReducer, LaunchOrder
+from megazero.zero.bucket import Landing
+from megazero.zero.gradients import Accumulation, BucketGradients, GradientReducer, LaunchOrder
 
 if TYPE_CHECKING:
     from megazero.deepspeed.script_units import ScriptGatherer
@@ -50,6 +51,8 @@ class ScriptReducer(GradientReducer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        every = [gradients for order in self.orders.values() for gradients in order.buckets]
+        self._by_round = [gradients for gradients in every if gradients.accumulation is Accumulation.SHARDS]
         self.accumulates = False
         self._mark_end_of_pass: Callable[[], None] = lambda: None  # so that ranks that gather other units get an error
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
@@ -61,23 +64,23 @@ class ScriptReducer(GradientReducer):
         if any(bucket.layout.shards > 1 for bucket in self.buckets):  # else all ranks use the same parameters
             gatherer.on_backward = self.close_unused
 
-    @property
-    def reduces_soon(self) -> bool:
-        return super().reduces_soon and not self.accumulates
-
-    def is_due(self, gradients: BucketGradients) -> bool:
-        return super().is_due(gradients) and not self.accumulates
-
     def is_in_pass(self) -> bool:
         """Whether the running backward belongs to this step."""
         return True
 
     def reopen(self) -> None:
         """Allow one more micro-batch after the last one, whose reductions may have started."""
-        self.reductions.reopen()
+        self.reductions.finish()
+        if self.reductions.replicas is not None:
+            self.reductions.replicas.reopen()
         for order in self.orders.values():
             for gradients in order.buckets:
-                gradients.reopen()
+                bucket, memory = gradients.bucket, gradients.memory
+                if gradients.reduced and bucket.landing is Landing.IN_PLACE and memory is not None:
+                    own = bucket.layout.shard(bucket.placement.shard.index)
+                    memory[: own.start].zero_()  # each rank keeps its own shard of the sum, so that the sum counts once
+                    memory[own.stop :].zero_()
+                    gradients.is_empty, gradients.reduced = [False] * len(gradients.is_empty), 0
 
     def close_unused(self, chunk: int, unit: int) -> None:
         """Zero the gradients that the running backward cannot reach, in the units that it has left."""
@@ -111,11 +114,16 @@ class ScriptReducer(GradientReducer):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulate micro-batches without communication in a `with` block.  Stages 2 and 3 then use unsharded buffers."""
-        self.accumulates = True
+        self._accumulate(Accumulation.BUFFER)
         try:
             yield
         finally:
-            self.accumulates = False
+            self._accumulate(Accumulation.SHARDS)
+
+    def _accumulate(self, accumulation: Accumulation) -> None:
+        self.accumulates = accumulation is Accumulation.BUFFER
+        for gradients in self._by_round:
+            gradients.accumulation = accumulation
 
 
 class ModuleReducer(ScriptReducer):

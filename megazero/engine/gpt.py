@@ -416,7 +416,7 @@ class Engine:
         if self.offload is not None and self.offload.on_host:
             found["activations on host"] = self.offload.pool.nbytes
         elif self.offload is not None:  # the buffers are already counted
-            found["activation_arena"] = self.offload.pool.nbytes - self.sharded_model.reducer.buffer_bytes
+            found["activation_arena"] = self.offload.pool.nbytes - self.sharded_model.reducer.reductions.buffer_bytes
         return found
 
 

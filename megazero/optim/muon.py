@@ -15,6 +15,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from megazero.optim.optimizers import MatrixOptimizer
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 _EPS = 1e-7
@@ -47,3 +49,6 @@ def iteration_flops(rows: int, columns: int) -> int:
     """Return the FLOPs of `orthogonalize`."""
     m, n = sorted((rows, columns))
     return STEPS * (4 * m * m * n + 2 * m**3)
+
+
+MUON = MatrixOptimizer(muon_update, iteration_flops)

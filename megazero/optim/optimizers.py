@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from megazero.optim.config import OptimizerConfig
-from megazero.optim.muon import iteration_flops, muon_update
 from megazero.optim.registry import BUILT_IN_KEYS
 from megazero.registry import check_keywords, keywords_of
 
@@ -32,11 +32,7 @@ class Lion(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
         if lr < 0:
             raise ValueError(f"Lion: lr={lr} must be at least 0")
@@ -128,7 +124,6 @@ class MatrixOptimizer:
 
 RegisteredOptimizer = ElementwiseOptimizer | MatrixOptimizer
 
-MUON = MatrixOptimizer(muon_update, iteration_flops)
 ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=BUILT_IN_KEYS["adamw"])
 ADAM = ElementwiseOptimizer(torch.optim.Adam, elementwise=True, keys=BUILT_IN_KEYS["adam"])
 SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=BUILT_IN_KEYS["sgd"])

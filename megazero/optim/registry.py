@@ -28,7 +28,7 @@ BUILT_IN_KEYS = {
 }
 OPTIMIZERS: Registry[ElementwiseOptimizer | MatrixOptimizer] = Registry(
     "optimizer",
-    {name: f"megazero.optim.optimizers:{name.upper()}" for name in BUILT_IN_KEYS},
+    {name: f"megazero.optim.{'muon' if name == 'muon' else 'optimizers'}:{name.upper()}" for name in BUILT_IN_KEYS},
     "megazero.optim.optimizers:RegisteredOptimizer",
 )
 

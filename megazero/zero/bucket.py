@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from megazero.zero.layout import BucketLayout, Interval
 from megazero.zero.storage import Extent, FlatArray, InMemory, StateMemory
+
+
+class Landing(Enum):
+    """Where the reduced gradients of a bucket arrive."""
+
+    IN_PLACE = "where they add up: `gradient` is a view of `full_gradient` and exists only together with it"
+    DEVICE = "in memory of their own, which a collective may write to"
+    HOST = "on the host, by a copy that runs beside the backward"
 
 
 class Bucket:
@@ -36,8 +45,7 @@ class Bucket:
         holds_weights: this rank always holds the full weights.
         sums_whole: a step's gradients add up unsharded and are reduced at its end.
         gathers_weights: this rank updates a shard but holds the full weights, which are gathered after every step.
-        gradient_leaves: reduced gradients are copied from the device to the host.
-        reduces_in_place: `gradient` is a view of `full_gradient` and exists only together with it.
+        landing: where reduced gradients arrive.
         summed: the elements whose gradients are complete on this rank when reductions end: all owned ones, or fewer if
             the bucket is updated later; see `WeightGathers.defer_steps`.
     """
@@ -68,11 +76,12 @@ class Bucket:
         if layout.trains and not (policy.dtype == torch.float32 and held.weights_on == held.state_on != "file"):
             self.master = memory.allocate(held.state_on, self.owned.size, torch.float32)
         on_device = held.state_on == "device"
-        self.gradient_leaves = layout.trains and not on_device and not policy.on_cpu
-        self.reduces_in_place = self.sums_whole and on_device and policy.accumulate_dtype == torch.float32
+        self.landing = Landing.DEVICE if on_device or policy.on_cpu or not layout.trains else Landing.HOST
+        if self.sums_whole and on_device and policy.accumulate_dtype == torch.float32:
+            self.landing = Landing.IN_PLACE
         self.full_gradient: Tensor | None = None
         self.gradient = torch.zeros(0)
-        if layout.trains and not self.reduces_in_place:
+        if layout.trains and self.landing is not Landing.IN_PLACE:
             array = memory.allocate("device" if on_device else "host", self.owned.size, torch.float32)
             self.gradient = array.read(0, self.owned.size)
 
@@ -90,7 +99,7 @@ class Bucket:
         """Return memory for a step's full gradients, [padded], with undefined content."""
         full = torch.empty(self.weights.numel(), dtype=self.policy.accumulate_dtype, device=self.policy.device)
         self.full_gradient = full
-        if self.reduces_in_place:
+        if self.landing is Landing.IN_PLACE:
             self.gradient = full[self.owned.start : self.owned.stop]
         return full
 
@@ -100,7 +109,7 @@ class Bucket:
         On a CPU it stays, since large blocks would be mapped page by page every time.  So do blocks that are not sent:
         they are small.
         """
-        if self.reduces_in_place and not (self.policy.on_cpu and self.placement.sends):
+        if self.landing is Landing.IN_PLACE and not (self.policy.on_cpu and self.placement.sends):
             self.full_gradient, self.gradient = None, torch.zeros(0)
 
     def owned_part(self, flat: Tensor, interval: Interval) -> Tensor:

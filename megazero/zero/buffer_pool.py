@@ -59,18 +59,18 @@ class BufferPool:
         """Release the buffers that a failed step left in use.  With an arena, return every free buffer to it, so that
         the step starts with one contiguous block.
         """
-        for buffer, _ in list(self._in_use.values()):
-            self.release(buffer)
+        self.release(*[buffer for buffer, _ in self._in_use.values()])
         if self._arena is not None:
             self.free_above(0)
 
-    def release(self, buffer: Tensor) -> None:
-        """Take back a buffer that `acquire` returned."""
-        _, is_reusable = self._in_use.pop(address_of(buffer))
-        if is_reusable:
-            self._free.append(buffer)
-        else:
-            self._forget(buffer)
+    def release(self, *buffers: Tensor) -> None:
+        """Take back buffers that `acquire` returned."""
+        for buffer in buffers:
+            _, is_reusable = self._in_use.pop(address_of(buffer))
+            if is_reusable:
+                self._free.append(buffer)
+            else:
+                self._forget(buffer)
 
     def _forget(self, buffer: Tensor) -> None:
         if self._arena is not None:

@@ -22,19 +22,18 @@ class FileStepper:
     Args:
         parts: all of them in a file.
         states: names of the element-wise state.
+
+    Attributes:
+        nbytes: bytes of the buffers.
     """
 
     def __init__(self, parts: Sequence[Part], states: Sequence[str]) -> None:
         # Largest first: each set has the size of its first part, and later parts must fit.
-        self._parts = sorted(parts, key=lambda part: -part.numel)
+        self._parts = sorted(parts, key=lambda part: -part.run.size)
         self._states = tuple(states)
         names = "master", *states
-        self._sets = [{name: torch.zeros(part.numel) for name in names} for part in self._parts[:_SETS]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
+        self._sets = [{name: torch.zeros(part.run.size) for name in names} for part in self._parts[:_SETS]]
+        self.nbytes = sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
         """Update every part with `step_parts`.  Meanwhile its parameter and its state in `optimizer` are views of
@@ -67,7 +66,7 @@ class FileStepper:
             wait_all(copies)
 
     def _buffers(self, index: int) -> dict[str, Tensor]:
-        numel = self._parts[index].numel
+        numel = self._parts[index].run.size
         return {name: buffer[:numel] for name, buffer in self._sets[index % _SETS].items()}
 
     def _read(self, index: int) -> list[Pending]:

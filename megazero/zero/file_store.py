@@ -30,6 +30,8 @@ from megazero.zero.storage import Access, FlatArray, as_flat, check_out
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks
 WORKERS: Final = 2  # one reads while the other writes
+#: `os.preadv` or `os.pwritev`: (descriptor, buffers, offset) -> bytes that were moved.
+Operation: TypeAlias = Callable[[int, list[memoryview], int], int]
 _OTHERWISE: Final = " or set zero.offload.nvme_path to another disk; the newest checkpoint is untouched"
 
 
@@ -39,9 +41,7 @@ def _failed(path: Path, what: str, error: OSError) -> str:
     return f"{path}: {what} failed: {error.strerror or error}; {remedy}{_OTHERWISE}"
 
 
-def _move(
-    operation: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
-) -> None:
+def _move(operation: Operation, descriptor: int, memory: memoryview, offset: int) -> None:
     """Repeat a read or a write until all of `memory` is transferred, since a call may transfer less."""
     done = 0
     while done < len(memory):
@@ -210,9 +210,7 @@ class FileStore:
         self._arrays.append(array)
         return array
 
-    def move(
-        self, operation: Callable[[int, list[memoryview], int], int], tensor: Tensor, offset: int
-    ) -> Callable[[], None]:
+    def move(self, operation: Operation, tensor: Tensor, offset: int) -> Callable[[], None]:
         """Return a function, for a worker, that reads a tensor's elements from the file or writes them to it.
 
         The function calls nothing of torch: when the interpreter exits, it stops each thread that asks for its lock,

@@ -21,6 +21,7 @@ Volume per step, in parameters Ψ and rounds G: stage 0 2Ψ, stage 1 reduce-scat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -32,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Interval, Share
-from megazero.zero.reductions import ReductionQueue
+from megazero.zero.reduction_plan import reduction_queue
+from megazero.zero.reductions import Chunk, ReductionQueue
 from megazero.zero.sharding import ShardingPolicy
 
 if TYPE_CHECKING:
@@ -41,47 +43,55 @@ if TYPE_CHECKING:
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
 
+class Accumulation(Enum):
+    """How the micro-batches of a step add up in a part of a bucket.  The values are those of `zero.reduce`."""
+
+    WHOLE = "whole"  # in the bucket's full gradient, which is reduced once
+    SHARDS = "micro_batch"  # each micro-batch is reduced at once, and the shards add up
+    BUFFER = "step"  # in a lent buffer of the part's own size, until the step's only reduction
+
+
 class BucketGradients:
     """This step's gradients of one part of a bucket, until they are reduced.
 
-    They lie in the bucket's own `full_gradient` if it has one, otherwise in a buffer that `reductions` lends; every
-    such buffer is large enough for any part.
+    They lie in the bucket's own `full_gradient` or in a buffer that `reductions` lends.
 
     Attributes:
         part: elements of every shard that this part covers.
+        accumulation: how micro-batches add up; changes only between micro-batches.
         shares: the parameters' elements that lie in this part.
+        memory: where they lie; None until the first gradient arrives.
+        is_empty: for each share, whether the next gradient overwrites its memory instead of being added.
         counts: number of gradients of each share received in this step.
         complete: number of rounds (micro-batches) of which every gradient has been received.
         launched: number of rounds whose reduction was started, or postponed to a later round.
         reduced: number of rounds that `bucket.gradient` contains, or will contain when running reductions end.
     """
 
-    def __init__(self, bucket: Bucket, part: Interval, reductions: ReductionQueue) -> None:
-        self.bucket, self.part, self._reductions = bucket, part, reductions
+    def __init__(self, bucket: Bucket, part: Interval, accumulation: Accumulation, reductions: ReductionQueue) -> None:
+        self.bucket, self.part, self.accumulation, self._reductions = bucket, part, accumulation, reductions
         self.shares = list(bucket.layout.shares(part))
-        self._numel = (part.stop - part.start) * bucket.layout.shards
+        self._numel = part.size * bucket.layout.shards
         borders = [0, *(at for share in self.shares for at in (share.start, share.stop)), self._numel]
         self._padding = [slice(*ends) for ends in zip(borders[::2], borders[1::2], strict=True) if ends[0] < ends[1]]
+        # Of a bucket in several parts, each lands in elements of this rank's shard.
+        at = bucket.summed.start + part.start
+        self._lands = bucket.summed if self._numel == bucket.layout.padded_numel else Interval(at, at + part.size)
         self._use(None)
-        self.begin_step(frees=False)
+        self.begin_step()
 
-    def begin_step(self, *, frees: bool) -> None:
-        """Discard all gradients.  With `frees`, the bucket may free its memory until the first gradient arrives."""
-        if not self.bucket.sums_whole and self._memory is not None:
-            self._reductions.working.pool.release(self._memory)
-        if frees:
-            self.bucket.free_gradient()
-        if self._memory is not self.bucket.full_gradient:
+    def begin_step(self) -> None:
+        """Discard all gradients."""
+        if self.memory is not self.bucket.full_gradient:
             self._use(self.bucket.full_gradient)
-        count = len(self.shares)
-        self._is_empty, self.counts = [True] * count, [0] * count
+        self.is_empty, self.counts = [True] * len(self.shares), [0] * len(self.shares)
         self.launched = self.reduced = 0
         self._advance_to(0)
 
     def _use(self, memory: Tensor | None) -> None:
-        self._memory = memory
+        self.memory = memory
         self._views = [] if memory is None else [memory[share.start : share.stop] for share in self.shares]
-        self._is_empty = [True] * len(self.shares)
+        self.is_empty = [True] * len(self.shares)
 
     def _advance_to(self, rounds: int) -> None:
         self.complete = rounds
@@ -107,45 +117,47 @@ class BucketGradients:
             self.counts = [max(count, rounds) for count in self.counts]
             self._advance_to(rounds)
 
-    def open(self, *, is_reduced_soon: bool) -> None:
-        """Make sure that there is memory.  A part that is reduced only at the end of the step gets a buffer of exactly
-        its own size.
-        """
-        if self._memory is not None:
-            return
-        if self.bucket.sums_whole:
-            self._use(self.bucket.allocate_gradient())
+    def open(self) -> Tensor:
+        """Return the memory, which is allocated if there is none."""
+        if self.memory is not None:
+            return self.memory
+        queue, dtype = self._reductions, self.bucket.policy.accumulate_dtype
+        if self.accumulation is Accumulation.WHOLE:
+            memory = self.bucket.allocate_gradient()
+        elif self.accumulation is Accumulation.SHARDS:
+            memory = queue.acquire(queue.plan.smallest_buffer, dtype)
         else:
-            self._use(self._reductions.buffer(None if is_reduced_soon else self._numel))
-
-    def reopen(self) -> None:
-        """Allow more gradients after a reduction.  Each rank keeps only its own shard of the reduced sum, so that the
-        sum counts once.
-        """
-        if self.reduced and self.bucket.reduces_in_place and self._memory is not None:
-            own = self.bucket.layout.shard(self.bucket.placement.shard.index)
-            self._memory[: own.start].zero_()
-            self._memory[own.stop :].zero_()
-            self._is_empty, self.reduced = [False] * len(self._is_empty), 0
+            memory = queue.pool.acquire(self._numel, dtype, reusable=False)
+        self._use(memory)
+        return memory
 
     def view(self, index: int) -> tuple[Tensor, bool]:
         """Return a share's elements, flat, and whether the caller must overwrite them instead of adding to them."""
-        is_empty, self._is_empty[index] = self._is_empty[index], False
+        is_empty, self.is_empty[index] = self.is_empty[index], False
         return self._views[index], is_empty
 
-    def take(self) -> Tensor:
-        """Return the memory with zeros in padding and for missing gradients.  The next gradients will overwrite it."""
-        memory = self._memory
-        assert memory is not None
-        for view, is_empty in zip(self._views, self._is_empty, strict=True):
+    def take(self, rounds: int) -> Chunk:
+        """Return what is to be reduced, with zeros in padding and for missing gradients.  The next gradients will
+        overwrite the memory.
+
+        Args:
+            rounds: number of micro-batches in this step.
+        """
+        memory = self.open()
+        for view, is_empty in zip(self._views, self.is_empty, strict=True):
             if is_empty:
                 view.zero_()
         for padding in self._padding:
             memory[padding].zero_()
-        self._is_empty = [True] * len(self._is_empty)
-        if not self.bucket.sums_whole:  # the caller releases it
+        gradient, is_last = self.bucket.owned_part(self.bucket.gradient, self._lands), self.complete == rounds
+        chunk = Chunk(self.bucket, self.part, memory[: self._numel], gradient, self.reduced, is_last)
+        self.reduced = self.complete
+        if self.accumulation is Accumulation.WHOLE:
+            self.is_empty = [True] * len(self.is_empty)
+        else:
+            chunk.buffers.append(memory)
             self._use(None)
-        return memory
+        return chunk
 
 
 class LaunchOrder:
@@ -164,25 +176,20 @@ class LaunchOrder:
         """Start again at the first round of the first bucket."""
         self._round = self._next = self.passes = 0
 
-    def close_pass(self) -> None:
-        """Close the next round of every bucket part."""
-        self.passes += 1
-        self.close(self.passes)
-
     def close(self, rounds: int) -> None:
         """Count gradients that are missing in the first `rounds` rounds as zero."""
-        for one in self.buckets:
-            one.close(rounds)
+        for gradients in self.buckets:
+            gradients.close(rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Yield the complete parts whose turn it is, until one is incomplete or `rounds` rounds have been launched."""
         while self._round < rounds:
-            one = self.buckets[self._next]
-            if one.launched <= self._round:  # otherwise it was complete several rounds ahead of the others
-                if one.complete <= self._round:
+            gradients = self.buckets[self._next]
+            if gradients.launched <= self._round:  # otherwise it was complete several rounds ahead of the others
+                if gradients.complete <= self._round:
                     return
-                one.launched = one.complete
-                yield one
+                gradients.launched = gradients.complete
+                yield gradients
             self._next = (self._next + 1) % len(self.buckets)
             self._round += self._next == 0
 
@@ -191,38 +198,29 @@ class GradientReducer:
     """Adds up gradients in buckets, and starts the reduction of a bucket over dp as soon as the bucket is complete.
 
     Args:
-        every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
-        bucket_bytes: `zero.bucket_bytes`; see `ReductionQueue`.
+        sharded: how micro-batches add up at stages 2 and 3.
+        bucket_bytes: `zero.bucket_bytes`; see `reduction_queue`.
 
     Attributes:
         buckets: the buckets that train.
-        most_buffer_bytes: upper limit of `buffer_bytes`; see `ReductionQueue`.
         rounds: number of micro-batches in this step.  What is reduced once per step is reduced in the last round.
     """
 
-    def __init__(
-        self, policy: ShardingPolicy, buckets: Sequence[Bucket], every_micro_batch: bool = True, bucket_bytes: int = 0
-    ) -> None:
+    def __init__(self, policy: ShardingPolicy, buckets: list[Bucket], sharded: Accumulation, bucket_bytes: int) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        self.reductions = ReductionQueue(policy, self.buckets, bucket_bytes)
-        self.most_buffer_bytes = self.reductions.working.most_bytes + self.reductions.replicas.most_bytes
-        self.every_round, self.rounds = every_micro_batch, 1
+        self.reductions, self.rounds = reduction_queue(policy, self.buckets, bucket_bytes), 1
         # A backward runs the units in reverse, so a bucket is complete when its first unit has its gradients.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            parts = [BucketGradients(bucket, part, self.reductions) for part in bucket.gradient_parts]
+            accumulation = Accumulation.WHOLE if bucket.sums_whole else sharded
+            parts = [BucketGradients(bucket, part, accumulation, self.reductions) for part in bucket.gradient_parts]
             # a part that holds more than the largest parameter is complete later, so it comes last
-            order.setdefault(bucket.layout.first.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
+            order.setdefault(bucket.layout.first.chunk, []).extend(sorted(parts, key=lambda part: len(part.shares)))
         self.orders = {chunk: LaunchOrder(buckets) for chunk, buckets in order.items()}
         self.parts_of: dict[int, list[tuple[LaunchOrder, BucketGradients, int]]] = {}  # by id() of a parameter
         self.parameters: dict[int, list[nn.Parameter]] = {}  # trainable parameters by chunk
         self._deferring: dict[int, WeightGradQueue | None] = {}  # a vector's queue, by id() of it
         self._hooks: list[RemovableHandle] = []
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the working buffers that gradients pass through before they reach the shards."""
-        return self.reductions.working.pool.nbytes + self.reductions.replicas.nbytes
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Receive every gradient that autograd and the chunks' queues compute for these parameters.
@@ -237,16 +235,16 @@ class GradientReducer:
         for queue in set(wgrad_queues.values()):
             queue.accumulator = self
         for order in self.orders.values():
-            for one in order.buckets:
-                for index, share in enumerate(one.shares):
+            for gradients in order.buckets:
+                for index, share in enumerate(gradients.shares):
                     parameter = parameters[share.slot.info.name]
                     if id(parameter) not in self.parts_of:
-                        self.parameters.setdefault(one.bucket.layout.first.chunk, []).append(parameter)
+                        self.parameters.setdefault(gradients.bucket.layout.first.chunk, []).append(parameter)
                         if parameter.dim() == 1:
                             self._deferring[id(parameter)] = wgrad_queues.get(share.slot.info.name)
                         hook = parameter.register_post_accumulate_grad_hook(partial(_hand_over, ref(self)))
                         self._hooks.append(hook)
-                    self.parts_of.setdefault(id(parameter), []).append((order, one, index))
+                    self.parts_of.setdefault(id(parameter), []).append((order, gradients, index))
 
     def detach(self) -> None:
         """Stop receiving gradients: autograd leaves them in `parameter.grad` again."""
@@ -273,11 +271,13 @@ class GradientReducer:
         for parameters in self.parameters.values():
             for parameter in parameters:
                 parameter.grad = None  # autograd leaves one if a signal ended a backward before the hook
+        if micro_batches == 1:  # with more, forwards but the first find gradients there
+            for bucket in self.buckets:
+                bucket.free_gradient()
         for order in self.orders.values():
             order.begin_step()
-            for one in order.buckets:  # with more, forwards but the first find gradients there
-                one.begin_step(frees=micro_batches == 1)
-        self.reductions.working.pool.begin_step()
+            for gradients in order.buckets:
+                gradients.begin_step()
         self.rounds = micro_batches
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
@@ -337,7 +337,8 @@ class GradientReducer:
     def close_pass(self, chunk: int) -> None:
         """End one micro-batch of a chunk: its missing gradients count as zero; see [Note: one order]."""
         if (order := self.orders.get(chunk)) is not None:
-            order.close_pass()
+            order.passes += 1
+            order.close(order.passes)
             self.reduce_due(order)
 
     def finish(self) -> None:
@@ -347,9 +348,9 @@ class GradientReducer:
         for order in self.orders.values():
             order.close(self.rounds)
             self.reduce_due(order)
-            for one in order.buckets:
-                if one.reduced < self.rounds:
-                    self._reduce(one)
+            for gradients in order.buckets:
+                if gradients.reduced < self.rounds:
+                    self.reductions.start(gradients.take(self.rounds))
         self.reductions.finish()
 
     def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
@@ -357,42 +358,27 @@ class GradientReducer:
 
         With `launches`, a part that is complete after its use is reduced before the next part is opened.
         """
-        for order, one, index in self.parts_of[id(weight)]:
-            self.count(order, one, index)
-            one.open(is_reduced_soon=self.reduces_soon)
-            yield one.shares[index], *one.view(index)
-            if launches and one.complete > one.launched:
+        for order, gradients, index in self.parts_of[id(weight)]:
+            self.count(order, gradients, index)
+            gradients.open()
+            yield gradients.shares[index], *gradients.view(index)
+            if launches and gradients.complete > gradients.launched:
                 self.reduce_due(order)
 
     def _launch(self, weight: Tensor) -> None:
-        for order, one, _ in self.parts_of[id(weight)]:
-            if one.complete > one.launched:
+        for order, gradients, _ in self.parts_of[id(weight)]:
+            if gradients.complete > gradients.launched:
                 self.reduce_due(order)
 
-    def count(self, _: LaunchOrder, one: BucketGradients, index: int) -> None:
+    def count(self, _: LaunchOrder, gradients: BucketGradients, index: int) -> None:
         """Count a gradient.  In a pipeline with split backwards, it may belong to an earlier micro-batch."""
-        one.count(index, self.rounds)
-
-    @property
-    def reduces_soon(self) -> bool:
-        """Whether complete buckets are reduced after every micro-batch, not only after the last."""
-        return self.every_round
-
-    def is_due(self, one: BucketGradients) -> bool:
-        """Whether a complete part is reduced now: after each round, or only after the last."""
-        return (self.every_round and not one.bucket.sums_whole) or one.launched == self.rounds
+        gradients.count(index, self.rounds)
 
     def reduce_due(self, order: LaunchOrder) -> None:
         """Start every reduction that is complete and next in the chunk's order."""
-        for one in order.due(self.rounds):
-            if self.is_due(one):
-                self._reduce(one)
-
-    def _reduce(self, one: BucketGradients) -> None:
-        one.open(is_reduced_soon=self.reduces_soon)
-        is_last = one.complete == self.rounds
-        self.reductions.start(one.bucket, one.part, one.take(), reduced=one.reduced, is_last=is_last)
-        one.reduced = one.complete
+        for gradients in order.due(self.rounds):
+            if gradients.accumulation is Accumulation.SHARDS or gradients.launched == self.rounds:
+                self.reductions.start(gradients.take(self.rounds))
 
 
 def _hand_over(reducer: ref[GradientReducer], parameter: Tensor) -> None:

@@ -229,7 +229,7 @@ class MatrixStepper:
         self._under_way.clear()
         beta = self._optimizer.beta
         for bucket, matrices in self._matrices.items():
-            for run in state.intervals_of(bucket):
+            for run in [part.run for part in state.parts[bucket]]:
                 gradient, momentum = bucket.owned_part(bucket.gradient, run), state.read(MOMENTUM, bucket, run)
                 if factor != 1.0:
                     gradient.mul_(factor)
@@ -242,13 +242,11 @@ class MatrixStepper:
             self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
 
     @torch.no_grad()
-    def finish(
-        self, state: ShardedOptimizer, lr: float, weight_decay: float, row_factors: Mapping[str, Tensor]
-    ) -> Iterator[Bucket]:
+    def finish(self, state: ShardedOptimizer) -> Iterator[Bucket]:
         """Compute the updates of this rank's matrices, exchange them and update the weights.  Yields each bucket when
         its shard is updated.
         """
-        returning = []
+        group, row_factors, returning = state.groups[-1], state.row_factors, []
         for bucket, (flat, own, arriving) in zip(self.buckets, self._under_way, strict=True):
             wait_all(arriving)  # sends too: the updates overwrite the memory that they read
             for matrix, buffer in own.items():
@@ -256,9 +254,11 @@ class MatrixStepper:
             returning.append(self._exchange(bucket, flat, own, to_owner=False))
         for bucket, (flat, _, _), pendings in zip(self.buckets, self._under_way, returning, strict=True):
             wait_all(pendings)
-            for run in state.intervals_of(bucket):
+            for run in [part.run for part in state.parts[bucket]]:
                 weights, update = bucket.read(bucket.master, run), bucket.owned_part(flat, run)
-                weights.mul_(1.0 - lr * weight_decay).add_(update.to(weights.device), alpha=-lr)
+                weights.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(
+                    update.to(weights.device), alpha=-group["lr"]
+                )
                 for slot in bucket.layout.slots if row_factors else ():
                     rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, run)
                     if rows is not None and shared is not None:

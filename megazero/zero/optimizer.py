@@ -20,7 +20,7 @@ from megazero.optim.optimizers import Lion, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, in_order_of_use
 from megazero.zero.layout import BucketLayout, Interval, intersect
 from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, Location, StateMemory
+from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
 
 # torch's fused kernels of these classes divide gradients by `grad_scale`; another class that is fused may not.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -83,16 +83,6 @@ class Part:
     parameter: nn.Parameter  # the master weights of these elements, as the optimizer's parameter
     arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, if it is in a file
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.run.stop - self.run.start
-
-    @property
-    def location(self) -> Location:
-        """Location of the master weights and the state."""
-        return self.bucket.master.location
-
 
 class ShardedOptimizer:
     """Any element-wise optimizer over the owned elements of every bucket, with the momentum of matrices; `Stepper` steps
@@ -122,12 +112,11 @@ class ShardedOptimizer:
         self.groups = self.torch_optimizer.param_groups
         self.steps_taken = 0
         self.row_factors: Mapping[str, Tensor] = {}
-        is_fused = all(group.get("fused") for group in self.groups)
-        self.scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
+        self.scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and all(g.get("fused") for g in self.groups)
         for part in self._every:
-            if part.location == "file":
+            if part.bucket.master.location == "file":
                 names = self.states_of(part.bucket.layout)
-                part.arrays = {name: offload.allocate("file", part.numel, torch.float32) for name in names}
+                part.arrays = {name: offload.allocate("file", part.run.size, torch.float32) for name in names}
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._every:
@@ -144,15 +133,11 @@ class ShardedOptimizer:
             state.update({name: torch.zeros((), device=device) for name in self._scalars})
         for array in part.arrays.values():
             if value:
-                array.write(0, torch.full((part.numel,), value))
+                array.write(0, torch.full((part.run.size,), value))
 
     def states_of(self, layout: BucketLayout) -> tuple[str, ...]:
         """Names of the element-wise state of a bucket's parameters."""
         return (MOMENTUM,) if layout.first.matrix else self.elementwise
-
-    def intervals_of(self, bucket: Bucket) -> list[Interval]:
-        """Return the owned elements of a bucket, in intervals whose state can be read at once."""
-        return [part.run for part in self.parts.get(bucket, ())]
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -169,7 +154,7 @@ class ShardedOptimizer:
         memory.
         """
         (part, piece), *others = self._covering(bucket, run)
-        if others or part.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
+        if others or part.bucket.master.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
             return None
         return self._state_of(part, name, piece)
 
@@ -177,7 +162,7 @@ class ShardedOptimizer:
         """Overwrite elements `run` of a state, which is created if it does not exist yet."""
         for part, piece in self._covering(bucket, run):
             mine = values[piece.start - run.start : piece.stop - run.start]
-            if part.location == "file":
+            if part.bucket.master.location == "file":
                 part.arrays[name].write(piece.start - part.run.start, mine)
                 # marks the state as existing
                 self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))
@@ -189,13 +174,13 @@ class ShardedOptimizer:
     def _covering(self, bucket: Bucket, run: Interval) -> list[tuple[Part, Interval]]:
         """Return the parts that hold elements `run` of a bucket, each with the interval that it holds."""
         found = [(part, piece) for part in self.parts.get(bucket, ()) if (piece := intersect(part.run, run))]
-        if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
+        if sum(piece.size for _, piece in found) != run.size:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
 
     def _state_of(self, part: Part, name: str, piece: Interval) -> Tensor:
         start, stop = piece.start - part.run.start, piece.stop - part.run.start
-        if part.location == "file":
+        if part.bucket.master.location == "file":
             return part.arrays[name].read(start, stop)
         state: Tensor = self.torch_optimizer.state[part.parameter][name]
         return state[start:stop]
@@ -216,7 +201,7 @@ class ShardedOptimizer:
         self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self.groups
         for part in self._every:
             state = self.torch_optimizer.state[part.parameter]
-            if not state and part.location != "file":
+            if not state and part.bucket.master.location != "file":
                 self._start_state(part)
             saved = scalars.get(str(part.group), {})
             for name in () if part.bucket.layout.first.matrix else self._scalars:
@@ -232,7 +217,7 @@ class ShardedOptimizer:
         self.torch_optimizer.state.clear()
         for part in self._every:
             for array in part.arrays.values():
-                array.write(0, torch.zeros(part.numel))
+                array.write(0, torch.zeros(part.run.size))
             if self._known_start:
                 self._start_state(part)
 
@@ -240,9 +225,9 @@ class ShardedOptimizer:
         """Bytes of the element-wise state, by location."""
         sizes = {"optimizer": 0}
         for part in self._every:
-            key = memory_kind("optimizer", part.location)
-            if part.location == "file":
-                nbytes = 4 * part.numel * len(self.states_of(part.bucket.layout))
+            key = memory_kind("optimizer", part.bucket.master.location)
+            if part.bucket.master.location == "file":
+                nbytes = 4 * part.run.size * len(self.states_of(part.bucket.layout))
             else:
                 state = self.torch_optimizer.state.get(part.parameter, {})
                 nbytes = sum(state[name].nbytes for name in self.known_states if name in state)

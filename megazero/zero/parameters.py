@@ -21,7 +21,7 @@ from megazero.comm.collectives import broadcast, runs_by_itself
 from megazero.comm.memory import StorageError
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import added
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.bucket_plan import ShardingPlan
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.layout import intersect
@@ -243,7 +243,7 @@ class ShardedParameters:
             if bucket.master is not bucket.weight_shard:
                 sizes[memory_kind("parameters", bucket.master.location)] += bucket.master.nbytes
             sizes["gradients"] += bucket.full_gradient_bytes
-            if not bucket.reduces_in_place:
+            if bucket.landing is not Landing.IN_PLACE:
                 on_device = bucket.residency.state_on == "device"
                 sizes[memory_kind("gradients", "device" if on_device else "host")] += bucket.gradient.nbytes
         return dict(sizes)

@@ -41,11 +41,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_gather
+from megazero.comm.collectives import Pending, all_gather, all_to_all, arriving_elements
 from megazero.layers.counter_rng import derive_key, random_bits
 from megazero.parallel_state import Axis
+from megazero.zero.bucket import Landing
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.sharding import BLOCK, ShardingPolicy
+from megazero.zero.reductions import Chunk, Reduction, ReductionQueue
+from megazero.zero.sharding import BLOCK, Placement, ShardingPolicy
 
 WEIGHT_BITS = 8
 _SCALE_BYTES = 4
@@ -201,6 +203,56 @@ class InTwo:
         """Wait for both operations."""
         self.advance()
         self._pending.wait()
+
+
+class QuantizedScatter(Reduction):
+    """Like `ReduceScatter`, but gradients travel in blocks of a few bits; see [Note: one sum].
+
+    Attributes:
+        sender: index of this rank among the ranks that send gradients of its shards.
+    """
+
+    def __init__(self, placement: Placement, policy: ShardingPolicy) -> None:
+        super().__init__(placement.shard, policy.accumulate_dtype)
+        self._blocks = BlockFormat.on(policy, policy.gradient_bits)
+        self._host, self._hosts = placement.levels or (Axis("host"), placement.shard)
+        self.sender = placement.replica.index * self._hosts.size + self._hosts.index  # each group rounds independently
+        self._newest: InTwo | None = None
+
+    def working_bytes(self, numel: int) -> int:
+        whole = numel if self._host.size > 1 else 0
+        within = whole + arriving_elements(numel, self._host) + numel // self.axis.size
+        return within * self.dtype.itemsize + 2 * self._blocks.nbytes(numel // self._host.size)
+
+    def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
+        if self._newest is not None:
+            self._newest.advance()
+        blocks, host, hosts, full = self._blocks, self._host, self._hosts, chunk.full
+        usual, filled = max(full.numel(), queue.plan.smallest_buffer), chunk.buffers
+        chunk.buffers = [queue.acquire(blocks.nbytes(usual // host.size) // 4, self.dtype) for _ in range(2)]
+        nbytes = blocks.nbytes(full.numel() // host.size)
+        sent, arrived = (buffer.view(torch.uint8)[:nbytes].view(hosts.size, -1) for buffer in chunk.buffers)
+        if chunk.reduced or chunk.bucket.landing is Landing.HOST:
+            chunk.buffers.append(queue.acquire(usual // self.axis.size, self.dtype))
+            chunk.result = chunk.buffers[-1][: chunk.gradient.numel()]
+        out, shard = chunk.gradient if chunk.result is None else chunk.result, chunk.bucket.layout.shard_numel
+        first = chunk.elements.start + host.index * shard
+        noise = noise_of(queue.step, chunk.reduced, self.sender, chunk.bucket.layout.name, first, host.size * shard)
+
+        def send(mine: Tensor) -> Pending:
+            blocks.quantize(mine.view(hosts.size, -1), sent, noise)
+            return Pending(all_to_all(arrived, sent, hosts).wait, partial(blocks.sum, arrived, out))
+
+        if host.size == 1:
+            chunk.pending = send(full)
+        else:
+            of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
+            whole = self.lend_whole(chunk, queue).view(host.size, -1)
+            whole.view(of_hosts.shape).copy_(of_hosts)
+            mine = whole[host.index]
+            summed = self.scatter(chunk, mine, whole.view(-1), host, queue)
+            chunk.pending = self._newest = InTwo(summed, partial(send, mine))
+        queue.pool.release(*filled)  # later work on this device is ordered after this
 
 
 class QuantizedGather:

@@ -1,4 +1,6 @@
-"""Hybrid sharding: sums of a shard's gradients over the ranks that hold the same shard.
+"""Sums of reduced gradients over ranks that hold the same elements.
+
+Hybrid sharding: a shard is held by one rank of every group (Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
 
     group 0    rank 0: shard a    rank 1: shard b       each group reduces the gradients of its own ranks
     group 1    rank 2: shard a    rank 3: shard b
@@ -7,19 +9,21 @@
 A part of a bucket is summed once per step: after its last reduction within the group, while the backward goes on.  It
 is sent in `reduce_dtype`.  A gradient on the host is copied to the device for its sum, at the end of the step.
 
-Source: Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
+After all reductions, parameters that every tp rank holds are summed over tp where each rank has a part of the gradient,
+and tied parameters over their copies.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.layout import intersect
 from megazero.zero.sharding import ShardingPolicy
 
 _IN_FLIGHT = 2
@@ -29,28 +33,22 @@ class ReplicaSums:
     """Starts the sums of reduced gradients over the replica axis, and finishes them in the order in which they started.
 
     Attributes:
-        most_bytes: limit of the buffers for gradients that are on the host or are sent in another format.
+        pool: buffers for gradients that are on the host or are sent in another format.
+        most_bytes: limit of these buffers.
     """
 
     def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket]) -> None:
         self._device, self._dtype = policy.device, policy.reduce_dtype
-        self._pool = BufferPool(policy.device, policy.arena)
+        self.pool = BufferPool(policy.device, policy.arena)
         # pending, gradient, the buffer that is sent
         self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()
         self._on_host: list[tuple[Tensor, Axis]] = []  # summed at the end of the step
         self._summed: list[tuple[Tensor, Axis]] = []
-        summed = [bucket for bucket in buckets if bucket.placement.replica.size > 1]
-        moves = policy.device.type != "cpu"
-        copied = [
-            one for one in summed if self._dtype != torch.float32 or (moves and one.residency.state_on != "device")
-        ]
-        self._largest = max((part.size for bucket in copied for part in bucket.gradient_parts), default=0)
+        moves, narrows = policy.device.type != "cpu", self._dtype != torch.float32
+        copied = [bucket for bucket in buckets if narrows or (moves and bucket.residency.state_on != "device")]
+        parts = [part for bucket in copied if bucket.placement.replica.size > 1 for part in bucket.gradient_parts]
+        self._largest = max((part.size for part in parts), default=0)
         self.most_bytes = _IN_FLIGHT * self._largest * self._dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return self._pool.nbytes
 
     def start(self, bucket: Bucket, gradient: Tensor) -> None:
         """Start to sum this rank's part of a bucket's gradient, which is already reduced within the group."""
@@ -58,7 +56,7 @@ class ReplicaSums:
         if axis.size == 1:
             return
         self._summed.append((gradient, axis))
-        if bucket.gradient_leaves:
+        if bucket.landing is Landing.HOST:
             self._on_host.append((gradient, axis))
         else:
             self._start(gradient, axis)
@@ -73,7 +71,7 @@ class ReplicaSums:
     def begin_step(self) -> None:
         """Finish the last step's sums and forget which gradients were summed."""
         self.finish()
-        self._pool.begin_step()
+        self.pool.begin_step()
         self._summed.clear()
 
     def reopen(self) -> None:
@@ -88,7 +86,7 @@ class ReplicaSums:
         self._finish_all_but(_IN_FLIGHT - 1)
         buffer = None
         if gradient.dtype != self._dtype or gradient.device != self._device:
-            buffer = self._pool.acquire(self._largest, self._dtype)
+            buffer = self.pool.acquire(self._largest, self._dtype)
             buffer[: gradient.numel()].copy_(gradient)
         sent = gradient if buffer is None else buffer[: gradient.numel()]
         self._in_flight.append((all_reduce(sent, axis), gradient, buffer))
@@ -100,4 +98,48 @@ class ReplicaSums:
             self._in_flight.popleft()
             if buffer is not None:
                 gradient.copy_(buffer[: gradient.numel()])
-                self._pool.release(buffer)
+                self.pool.release(buffer)
+
+
+def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:
+    """Sum the gradients of which each tp rank has computed only a part.
+
+    Args:
+        device: where the sum runs; the same kind on all ranks.
+    """
+    parts = [
+        bucket.owned_part(bucket.gradient, run)
+        for bucket in buckets
+        for partial, whole in bucket.layout.intervals(lambda info: info.spec.sum_over_tp)
+        if partial and (run := intersect(whole, bucket.owned)) is not None
+    ]
+    if not parts or tp.size == 1:
+        return
+    flat = torch.cat([part.to(device) for part in parts])  # offloaded gradients are on the host
+    all_reduce(flat, tp).wait()
+    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed)
+
+
+def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis], device: torch.device) -> None:
+    """Sum the gradients of all copies of each tied parameter, over this rank's copies and over the ranks that hold
+    others.
+
+    Args:
+        ties: the ranks that hold a tied parameter, by its logical name.
+        device: where the sum runs; the same kind on all ranks.
+    """
+    copies: dict[str, list[Tensor]] = {}
+    for bucket in buckets:
+        if (tie := bucket.layout.tie) is not None:
+            copies.setdefault(tie, []).append(bucket.gradient)
+    for name in sorted(copies):
+        # On the device, wherever each rank's own copies are: all ranks must use the same backend.
+        total = copies[name][0].to(device)  # no copy if it is already there
+        for other in copies[name][1:]:
+            total.add_(other.to(total.device))
+        if name in ties:
+            all_reduce(total, ties[name]).wait()
+        for copy in copies[name]:
+            if copy is not total:
+                copy.copy_(total)

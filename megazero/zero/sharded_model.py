@@ -19,10 +19,11 @@ from megazero.comm.collectives import gather_objects
 from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket_plan import plan_sharding
-from megazero.zero.gradients import GradientReducer
+from megazero.zero.gradients import Accumulation, GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.parameters import Gathering, ShardedParameters
-from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
+from megazero.zero.reduction_plan import plan_last_sums, plan_square_sum
+from megazero.zero.reductions import square_sum
 from megazero.zero.sharding import ShardingSettings
 from megazero.zero.state import ShardedState
 from megazero.zero.stepper import Stepper
@@ -55,9 +56,11 @@ class ShardedModel:
         plan = plan_sharding(parts, state, settings)
         self.policy, self.parameters = plan.policy, ShardedParameters(parts, plan, state, self.gathering)
         buckets, memory = self.parameters.buckets, self.parameters.memory
-        every_micro_batch = settings.zero.reduce == "micro_batch"
-        self.reducer = self.reducer_type(self.policy, buckets, every_micro_batch, plan.sizes.bucket_bytes)
+        accumulation, bucket_bytes = Accumulation(settings.zero.reduce), plan.sizes.bucket_bytes
+        self.reducer = self.reducer_type(self.policy, buckets, accumulation, bucket_bytes)
         self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
+        self._last_sums = plan_last_sums(self.reducer.buckets, state.tp, parts.ties, self.policy.device)
+        self._counted = plan_square_sum(self.reducer.buckets, state.tp)
         self.optimizer, matrices = ShardedOptimizer(buckets, recipe, memory), None
         if recipe.matrices is not None:
             from megazero.zero.matrices import matrix_stepper  # which other runs do not load
@@ -93,16 +96,14 @@ class ShardedModel:
 
     def finish_gradients(self) -> None:
         """Complete the step's gradients, times `scale`, in the buckets (of each bucket, the elements `summed`)."""
-        buckets = self.reducer.buckets
         self.reducer.finish()
-        sum_partial_over_tp(buckets, self.state.tp, self.policy.device)
-        sum_tied(buckets, self.ties, self.policy.device)
+        for add_up in self._last_sums:
+            add_up()
 
     def square_sum(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of gradients times `scale`, an fp64 scalar; see
-        `gradient_square_sum`.
-        """
-        return gradient_square_sum(self.reducer.buckets, self.state.tp, self.policy.device)
+        """Return this rank's contribution to the squared norm of gradients times `scale`, an fp64 scalar."""
+        gradients = [bucket.owned_part(bucket.gradient, interval) for bucket, interval in self._counted]
+        return square_sum(gradients, self.policy.device)
 
     def norm_of(self, square_sum: float) -> float:
         """Return the gradient norm from the squared norm of scaled gradients over all ranks.  Not finite after an
@@ -190,7 +191,7 @@ class ShardedModel:
             **self.optimizer.memory_bytes(),
             **self.stepper.memory_bytes(),
             **({} if self.average is None else self.average.memory_bytes()),
-            "gradient_buffers": self.reducer.buffer_bytes,
+            "gradient_buffers": self.reducer.reductions.buffer_bytes,
         }
 
     def detach(self) -> None:

@@ -43,10 +43,15 @@ class Stepper:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, matrices: MatrixStepper | None) -> None:
-        self._optimizer, self._matrices, self._file = optimizer, matrices, _file_stepper(optimizer)
+        self._optimizer, self._matrices = optimizer, matrices
         self._groups_before: list[dict[str, Any]] = []  # settings of the groups before the step
         self._elementwise = {b: parts for b, parts in optimizer.parts.items() if not b.layout.first.matrix}
         self._in_file = [bucket for bucket in self._elementwise if bucket.master.location == "file"]
+        self._file: FileStepper | None = None
+        if in_file := [part for bucket in self._in_file for part in self._elementwise[bucket]]:
+            from megazero.zero.file_stepper import FileStepper  # few runs need it
+
+            self._file = FileStepper(in_file, optimizer.elementwise)
         on_cuda = any(part.parameter.is_cuda for parts in optimizer.parts.values() for part in parts)
         self._one_call = plan_calls(self._elementwise, inf)
         self._calls = plan_calls(self._elementwise, CALL_ELEMENTS["cuda" if on_cuda else "cpu"])
@@ -95,8 +100,7 @@ class Stepper:
             self._file.step(update, optimizer.torch_optimizer)
             copying.extend((bucket, lambda: None) for bucket in self._in_file)
         if self._matrices is not None:
-            group = optimizer.groups[-1]
-            for bucket in self._matrices.finish(optimizer, group["lr"], group["weight_decay"], optimizer.row_factors):
+            for bucket in self._matrices.finish(optimizer):
                 copying.append((bucket, _start_copy(bucket)))
                 finish_all_but(1 if bucket.master.location == "host" else 0)
         finish_all_but(0)
@@ -114,9 +118,8 @@ class Stepper:
             of_groups.setdefault(part.group, []).append(part.parameter)
         if self._optimizer.scales_inside:
             # Create it on the parts' device: the host's kernel would not wait for a copy from a GPU.
-            device = parts[0].parameter.device
-            grad_scale = None if scale is None else torch.full((), scale, device=device)
-            torch_optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+            scale_on_device = None if scale is None else torch.full((), scale, device=parts[0].parameter.device)
+            torch_optimizer.grad_scale = scale_on_device  # type: ignore[attr-defined]
         # Copies: an interrupt leaves the groups themselves intact.
         own = {number: {**self._groups_before[number], "params": of_groups[number]} for number in sorted(of_groups)}
         torch_optimizer.param_groups = list(own.values())
@@ -158,7 +161,7 @@ def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Buck
     for bucket, own in parts.items():
         if bucket.master.location == "file":
             continue
-        elements = sum(part.numel for part in own)
+        elements = sum(part.run.size for part in own)
         is_shared = bucket.master.location == "device" and bucket.summed == bucket.owned
         if not is_shared or elements > room:
             call, room = [], most if is_shared else 0.0
@@ -168,17 +171,6 @@ def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Buck
         call += own
         room -= elements
     return calls
-
-
-def _file_stepper(optimizer: ShardedOptimizer) -> FileStepper | None:
-    """Return what updates the state in files; None if there is none."""
-    parts = [part for of_bucket in optimizer.parts.values() for part in of_bucket]
-    in_file = [part for part in parts if part.location == "file" and not part.bucket.layout.first.matrix]
-    if not in_file:
-        return None
-    from megazero.zero.file_stepper import FileStepper  # few runs need it
-
-    return FileStepper(in_file, optimizer.elementwise)
 
 
 def _start_copy(bucket: Bucket) -> Callable[[], object]:

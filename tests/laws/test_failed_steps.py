@@ -25,13 +25,13 @@ from megazero.engine.phases import Position
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
-from megazero.zero.reductions import ReductionQueue, WorkingBuffers
+from megazero.zero.reductions import ReductionQueue
 from megazero.zero.weight_gathers import HalfSteppedError
 
 PLACES = [
     (Copier, "start"),
     (ReductionQueue, "start"),
-    (WorkingBuffers, "acquire"),
+    (ReductionQueue, "acquire"),
     (BufferPool, "acquire"),
     (GradientReducer, "take"),
     (BlockFormat, "quantize"),
@@ -50,9 +50,14 @@ class _PlannedError(RuntimeError):
 
 
 def _memory(engine: Engine) -> tuple[int, ...]:
-    store, gatherer = engine.offload, engine.sharded_model.parameters.gatherer
+    store, model = engine.offload, engine.sharded_model
+    gatherer = model.parameters.gatherer
     of_store = () if store is None else (store.pool.nbytes, store.pool.nbytes_in_use, len(store.pool._buffers))
-    return engine.sharded_model.reducer.buffer_bytes, 0 if gatherer is None else gatherer.buffers.nbytes, *of_store
+    return (
+        engine.sharded_model.reducer.reductions.buffer_bytes,
+        0 if gatherer is None else gatherer.buffers.nbytes,
+        *of_store,
+    )
 
 
 def _two_steps(engine: Engine, run: ResolvedRun) -> tuple[list[Tensor], tuple[int, ...]]:

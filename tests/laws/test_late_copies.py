@@ -66,7 +66,7 @@ def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[An
             engine = engine_on(rank, run, state=state)
         found.append((train_on(engine, run, False, True), engine.memory_bytes()))
         reducer = engine.sharded_model.reducer
-        assert reducer.buffer_bytes <= reducer.most_buffer_bytes
+        assert reducer.reductions.buffer_bytes <= reducer.reductions.most_buffer_bytes
         assert not isinstance(copier, LateStreams) or copier.was_late
         engine.sharded_model.close()
     return found

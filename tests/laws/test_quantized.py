@@ -34,8 +34,7 @@ from megazero.config.schema import PrecisionConfig
 from megazero.deepspeed.script_units import ScriptGatherer
 from megazero.engine import Position
 from megazero.parallel_state import Axis
-from megazero.zero.quantized import BlockFormat, Noise, noise_of
-from megazero.zero.reductions import QuantizedScatter
+from megazero.zero.quantized import BlockFormat, Noise, QuantizedScatter, noise_of
 from megazero.zero.sharding import BLOCK, Placement, ShardingPolicy
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
@@ -291,7 +290,7 @@ def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_bloc
                 assert sent[axis, "all_to_all"] == 3 * psi * block // BLOCK * (ranks - 1) // ranks
             assert_same(found[1], found[0], rtol=0.0, atol=0.0)
             assert any(not torch.equal(found[2][name], one) for name, one in found[0].items())
-            assert sharded.reducer.buffer_bytes <= sharded.reducer.most_buffer_bytes
+            assert sharded.reducer.reductions.buffer_bytes <= sharded.reducer.reductions.most_buffer_bytes
 
     run_world(4, law)
 
@@ -384,7 +383,7 @@ def test_norms_of_queries_and_keys_whose_gradients_tp_sums_share_no_block_with_w
 
 def _sender(rank: int) -> int:
     run = run_of(4, model=LLAMA, zero={"stage": 2, "quantized_gradients": 4, "shard_group_size": 2})
-    (way,) = set(engine_on(rank, run).sharded_model.reducer.reductions.ways.values())
+    (way,) = set(engine_on(rank, run).sharded_model.reducer.reductions.plan.ways.values())
     assert isinstance(way, QuantizedScatter)
     return way.sender
 

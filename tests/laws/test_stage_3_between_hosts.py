@@ -360,7 +360,7 @@ def _calls(
         Traffic.add = add  # type: ignore[method-assign]
         reducer = engine.sharded_model.reducer
         parts = sum(len(bucket.gradient_parts) for bucket in reducer.buckets)
-        found.append((calls, parts, reducer.buffer_bytes - reducer.most_buffer_bytes))
+        found.append((calls, parts, reducer.reductions.buffer_bytes - reducer.reductions.most_buffer_bytes))
     return found
 
 

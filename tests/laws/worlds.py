@@ -281,7 +281,7 @@ def traffic_and_memory(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str,
                 "sent": dict(state.traffic.sent_bytes),
                 "units": [bucket.layout.padded_numel for bucket in engine.sharded_model.parameters.buckets],
                 "memory": engine.memory_bytes(),
-                "most": engine.sharded_model.reducer.most_buffer_bytes,
+                "most": engine.sharded_model.reducer.reductions.most_buffer_bytes,
             }
         )
     return found
