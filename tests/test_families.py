@@ -372,7 +372,7 @@ def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> N
     model = model_section(given)
     form = FAMILIES[model.family].hugging_face
     assert form is not None
-    assert form.told(given) == ()  # nothing of it is lost
+    assert form.dropped_settings(given) == ()  # nothing of it is lost
     written = form.config(model, "fp32")
     assert model_section(written) == model
     assert load_config(folder / name / "imported" / "model.toml", ["precision.dtype=fp32"], 1).config.model == model
@@ -525,7 +525,7 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
     assert model_section(PUBLISHED[name]) in [resolve(preset, 1).config.model for preset in presets]
     form = FAMILIES[model.family].hugging_face
     assert form is not None
-    assert form.told(PUBLISHED[name], model.seq_len) == ()  # nothing of it is lost
+    assert form.dropped_settings(PUBLISHED[name], model.seq_len) == ()  # nothing of it is lost
 
 
 GEMMA = {"rms_norm_eps": 1e-6, "head_dim": 256, "query_pre_attn_scalar": 256, "attention_bias": False}
@@ -550,7 +550,7 @@ def test_a_gemma_of_the_hub_is_its_preset(name: str) -> None:
     given = {key: value for key, value in GEMMAS[name].items() if key != "tie_word_embeddings"}
     model = model_section(given)
     assert model == resolve(RunConfig(model=ModelConfig(preset=name)), 1).config.model
-    assert format_of(model.family).told(given) == ()
+    assert format_of(model.family).dropped_settings(given) == ()
 
 
 # What a configuration says that we do not compute: (case, changed keys, the reason).

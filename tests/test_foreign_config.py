@@ -67,7 +67,7 @@ GPT2 = {
 
 
 def test_a_published_configuration_says_nothing_that_is_unknown() -> None:
-    assert [line.split(" =")[0] for line in format_of("gpt2").told(GPT2)] == ["attn_pdrop"]
+    assert [line.split(" =")[0] for line in format_of("gpt2").dropped_settings(GPT2)] == ["attn_pdrop"]
 
 
 def test_positions_beyond_the_models_are_told(hubs: dict[str, Path], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def import_model(
     with foreign_errors(f"{folder}/{HF_CONFIG}, as a model of ours,"):
         model = model_section(config, seq_len)
         form = format_of(model.family)
-        notes = form.told(config, seq_len)
+        notes = form.dropped_settings(config, seq_len)
     tokenizer = tokenizer_files(folder)
     found = open_weights(folder)
     if model.num_layers > (count := len(found.tensors[MODEL])):

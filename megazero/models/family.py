@@ -167,7 +167,7 @@ class HuggingFaceFormat:
     def _in_one_spelling(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {self.aliases.get(key, key): value for key, value in config.items()}
 
-    def told(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
+    def dropped_settings(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
         """Return a line for each setting of a supported `config.json` that our model drops, and one line for all
         unknown keys.
         """

@@ -1,4 +1,4 @@
-"""Wraps the modules of a block in what the engine requests: recomputation, an arena for activations, compiled code.
+"""Wraps the modules of a block, as the engine requests: with recomputation, an arena for activations, or compiled code.
 
     Block.forward            -> SavingBlock    within it the results of recomputed modules are dropped, or saved in an arena
       attention_norm.forward -> Recomputed     where a policy names the module; see `Block.regions`
@@ -118,10 +118,9 @@ def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
 
 
 def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module, bool]:
-    """Return the modules that a policy recomputes, in forward order, and for each whether `partition` splits its saved
-    input.
+    """Return the modules that a policy recomputes, in forward order, each with whether `partition` shards its saved input.
 
-    A module does not start from a saved tensor if the module before it is recomputed as well.
+    A module has no saved input if the module before it is recomputed as well.
     """
     if not has_regions(block):
         if policy.recompute - {"block"}:
