@@ -11,9 +11,10 @@ from worlds import GPT2, LLAMA, counted, engine_on, micro_batches, run_of, state
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.engine.outline import may_compile
 from megazero.layers.attention_kernels import attention
 from megazero.models.gpt import MicroBatch
-from megazero.models.wrappers import compile_blocks, wants_compiling
+from megazero.models.wrappers import can_compile, compile_blocks
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -274,12 +275,13 @@ def _offset(elements: int) -> Tensor:
      (True, "cuda", 8, True), (True, "cpu", 1, True)],
 )  # fmt: skip
 def test_auto_compiles_on_cuda_where_weights_are_aligned(wish: Any, device: str, elements: int, compiles: bool) -> None:
-    assert wants_compiling(wish, torch.device(device), [_offset(0), _offset(elements)]) is compiles
+    weights, on = [_offset(0), _offset(elements)], torch.device(device)
+    assert (may_compile(wish, on) and can_compile(wish, on, weights)) is compiles
 
 
 def test_weights_that_are_not_aligned_are_refused_where_compiling_is_asked_for() -> None:
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        wants_compiling(True, torch.device("cuda"), [_offset(0), _offset(1)])
+        can_compile(True, torch.device("cuda"), [_offset(0), _offset(1)])
 
 
 def test_the_configured_engine_has_its_blocks_replaced_and_no_others() -> None:

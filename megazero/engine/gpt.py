@@ -26,7 +26,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import Pending, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.config.derive import micro_batch_multiple, num_experts
-from megazero.engine.outline import RankStages, build_stages, chunks_of, expert_axis, optimizer_of
+from megazero.engine.outline import RankStages, build_stages, chunks_of, expert_axis, may_compile, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import (
@@ -41,7 +41,6 @@ from megazero.engine.step import (
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
 from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
-from megazero.models.wrappers import compile_blocks, may_compile, wants_compiling
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message
@@ -489,9 +488,13 @@ def initialize(
     engine = Engine(config, state, SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule))
     parameters = engine.sharded_model.parameters
     weights = parameters.by_name.values()
-    if agree(lambda: wants_compiling(config.training.compile, state.device, weights), state.world, ValueError):
-        engine.compiles = True
-        for stage in engine._stages:
+    if may_compile(config.training.compile, state.device):
+        from megazero.models.wrappers import can_compile, compile_blocks
+
+        engine.compiles = agree(
+            lambda: can_compile(config.training.compile, state.device, weights), state.world, ValueError
+        )
+        for stage in engine._stages if engine.compiles else ():
             compile_blocks(stage)
     if init_weights:
         parameters.init_weights(config.training.seed, state)

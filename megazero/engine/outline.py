@@ -1,9 +1,12 @@
 """Parts of a run that follow from its configuration: schedule, optimizer, and stages on the meta device."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,15 +14,11 @@ from torch import nn
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.config.derive import num_experts
-from megazero.layers.activation_offload import ActivationStore
-from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
-from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import layer_policies
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import GPTStage
 from megazero.models.stages import cut, cut_by_rank
-from megazero.models.wrappers import save_by_policy
 from megazero.optim.config import OptimizerConfig
 from megazero.optim.optimizers import ADAMW, ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
@@ -30,6 +29,10 @@ from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
 from megazero.zero.sharding import DTYPES
+
+if TYPE_CHECKING:
+    from megazero.layers.activation_offload import ActivationStore
+    from megazero.layers.context_attention import ContextAttention
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
@@ -107,6 +110,17 @@ def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[
         return [GPTStage(context, layout) for layout in layouts]
 
 
+def may_compile(setting: bool | str, device: torch.device) -> bool:
+    """Whether a run compiles its blocks, provided that they can be compiled.
+
+    Args:
+        setting: `training.compile`; "auto" compiles on CUDA only.  On a CPU, compiling takes minutes and needs a C++
+            compiler.
+        device: of this rank.
+    """
+    return device.type == "cuda" if setting == "auto" else bool(setting)
+
+
 def elements_in(module: nn.Module) -> int:
     """Return the number of parameters of a stage, or of a module in it."""
     return sum(weight.numel() for weight in module.parameters())
@@ -133,12 +147,14 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
     """
     layouts = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
     cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
-    whole = WHOLE if cuts else state.tp
+    whole = Axis("tp") if cuts else state.tp
     layers = [layer for layout in layouts for layer in layout.layers]
     fp8 = config.precision.fp8_of_layers(config.model.num_layers)
     policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1, fp8=fp8)
     offload = None
     if any(policy.moves for policy in policies.values()):
+        from megazero.layers.activation_offload import ActivationStore  # few runs need it
+
         in_arena = any(policy.contiguous for policy in policies.values())
         arena = Arena(state.device, "set activations.contiguous=false") if in_arena else None
         offload = ActivationStore(state.device, arena)
@@ -157,7 +173,12 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
                 from megazero.layers.tp_overlap import hide_exchanges, overlap_of  # few runs need it
 
                 hide_exchanges(block, overlap_of(overlap, state.tp, state.device))
-        save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
+        if offload is not None or any(policy.recompute for policy in policies.values()):
+            from megazero.models.wrappers import save_by_policy
+
+            save_by_policy(
+                zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload
+            )
     return RankStages(stages, queues, offload)
 
 
@@ -172,6 +193,8 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
     """Return attention over sequence shards or within documents; None if a rank attends to whole samples."""
     if state.cp.size == 1 and not config.data.document_mask:
         return None
+    from megazero.layers.context_attention import ContextAttention  # few runs need it
+
     return ContextAttention(
         state.cp_ulysses,
         state.cp_ring,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.parallel_state import ParallelState
@@ -28,6 +27,7 @@ from megazero.zero.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from megazero.engine.turns import Turns
+    from megazero.layers.activation_offload import ActivationStore
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
 

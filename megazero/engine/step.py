@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import all_reduce, gather_objects, numbers_of
-from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, part_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.sharded_model import ShardedModel
+
+_WHOLE = Axis("cp")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class BatchShare:
     device: torch.device
     tokens: bool
     labels: bool
-    ulysses: Axis = WHOLE
-    ring: Axis = WHOLE
+    ulysses: Axis = _WHOLE
+    ring: Axis = _WHOLE
     documents: bool = False
     multiple: int = 1
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from megazero.comm.backend import storage_of
 from megazero.layers.heads import HeadNorm, Heads, SharedKVHead, WidthNorm
@@ -61,6 +62,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         k, v = one_for_each_head(q, k, v)
     fewer = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
+
+
+def torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
+    """Return the kernel that torch uses for training.
+
+    On Hopper and Blackwell this is cuDNN's, if its version is new enough and supports the shape.
+    """
+    with torch.enable_grad():
+        like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
+        return SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, causal, enable_gqa=fewer))
 
 
 class AttentionKernel(Protocol):

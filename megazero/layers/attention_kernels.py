@@ -24,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
-from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, uncompiled
+from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, torchs_choice, uncompiled
 from megazero.layers.recompute import Tape
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
@@ -132,16 +132,6 @@ def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -
         return None
     result: Tensor = _TapedAttention.apply(q, k, v, mask, kernel, tape)
     return result
-
-
-def torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
-    """Return the kernel that torch uses for training.
-
-    On Hopper and Blackwell this is cuDNN's, if its version is new enough and supports the shape.
-    """
-    with torch.enable_grad():
-        like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
-        return SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, causal, enable_gqa=fewer))
 
 
 class _TapedAttention(torch.autograd.Function):

@@ -168,29 +168,16 @@ def _tables_of_parts(block: nn.Module) -> list[set[int]]:
     return [value.held for value in values if isinstance(value, RotaryEmbedding)]
 
 
-def may_compile(setting: bool | str, device: torch.device) -> bool:
-    """Whether a run compiles its blocks, provided that they can be compiled.
+def can_compile(setting: bool | str, device: torch.device, parameters: Iterable[Tensor]) -> bool:
+    """Whether the blocks of a run that may be compiled can be.
 
     Args:
-        setting: `training.compile`; "auto" compiles on CUDA only.  On a CPU, compiling takes minutes and needs a C++
-            compiler.
-        device: of this rank.
-    """
-    return device.type == "cuda" if setting == "auto" else bool(setting)
-
-
-def wants_compiling(setting: bool | str, device: torch.device, parameters: Iterable[Tensor]) -> bool:
-    """Whether a run compiles its blocks.
-
-    Args:
-        setting: see `may_compile`.
+        setting: `training.compile`.
         device, parameters: of this rank.
 
     Raises:
         ValueError: `compile` is true, but the blocks cannot be compiled; see [Note: alignment].
     """
-    if not may_compile(setting, device):
-        return False
     aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
     if setting is True and not aligned:
         raise ValueError(

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
 from megazero.engine import Engine
+from megazero.engine.outline import may_compile
 from megazero.launchers import ALLOCATOR
-from megazero.layers.attention_kernels import torchs_choice
-from megazero.models.wrappers import may_compile
+from megazero.layers.attention import torchs_choice
 from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
 
