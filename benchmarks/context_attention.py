@@ -34,7 +34,7 @@ class Ours(AttentionRank):
         if part is None:
             raise ValueError("context parallelism needs two ranks at least")
         super().__init__(work, rank, part.rows[:, 0])
-        self._part, self._attention = part, ContextAttention(*axes, None, torch.float32)
+        self._part, self._attention = part, ContextAttention(axes, None, torch.float32)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attention.attend(q, k, v, self._part)

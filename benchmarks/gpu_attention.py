@@ -104,7 +104,7 @@ def cases_of(layer: Layer, documents: Sequence[int], windows: Sequence[int], rin
     for length in documents:
         lengths = (length,) * (layer.seq // length)
         part = part_of([lengths], layer.seq, ALONE, ALONE, layer.device)
-        packed = ContextAttention(ALONE, ALONE, None, torch.float32, on_cuda=layer.device.type == "cuda")
+        packed = ContextAttention((ALONE, ALONE), None, torch.float32, on_cuda=layer.device.type == "cuda")
         attend = through(lambda part=part, packed=packed: packed.attend(q, k, v, part))
         found.append(Case(f"documents of {length}", seen_pairs(lengths), attend, lengths))
     for window in windows:

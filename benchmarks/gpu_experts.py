@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from benchmarks.report import markdown, write_whole
 from megazero.layers.experts import Choice, ExpertLinear, MixtureOfExperts, Router, Routing
 from megazero.layers.mlp import gated
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows
+from megazero.layers.spec import Initializer, NamedRows, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 
 # hidden size, inner size of an expert, experts, experts of a token
@@ -48,11 +47,11 @@ def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device
     hidden, inner, experts, k = sizes
     up = [tuple(NamedRows(f"{expert} {key}", inner) for key in ("gate", "up")) for expert in range(experts)]
     down = [(NamedRows(f"{expert} down", hidden),) for expert in range(experts)]
-    common: dict[str, Any] = {"init": Initializer("zeros"), "ep": WHOLE}
+    scores, zeros = (NamedRows("router.weight", experts),), Initializer("zeros")
     layer = MixtureOfExperts(
-        Router("router", (hidden, experts), Choice(k, renormalize=True), sum_over_tp=False, **common),
-        ExpertLinear(up, hidden, **common),
-        ExpertLinear(down, inner, **common),
+        Router(rows_spec(scores, hidden, None, zeros), Choice(k, renormalize=True), WHOLE),
+        ExpertLinear(expert_spec(up, hidden, zeros), WHOLE),
+        ExpertLinear(expert_spec(down, inner, zeros), WHOLE),
     ).to(device, torch.bfloat16)
     for weight in layer.parameters():  # drawn here: on a CPU a billion take half a minute
         weight.data.normal_(std=0.02)

@@ -90,7 +90,7 @@ def _attend(
     rows = part.rows.t()[:, None, :, None]
     q, k, v, grad = (x.take_along_dim(rows, 2) for x in _inputs(heads, kv_heads, len(lengths or [0])))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ContextAttention(state.cp_ulysses, state.cp_ring, window, torch.float32).attend(*leaves, part)
+    out = ContextAttention((state.cp_ulysses, state.cp_ring), window, torch.float32).attend(*leaves, part)
     return rows, [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -189,7 +189,7 @@ def _attend_layouts(rank: int, world: int, ulysses: int) -> None:
     state = _state(rank, world, ulysses)
     part = part_of([[48]], 48, state.cp_ulysses, state.cp_ring, CPU)
     assert part is not None
-    attention = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
+    attention = ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32)
     for layout in _LAYOUTS:
         fused = torch.randn(48, 1, 3 * 4 * 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         whole = fused.clone().requires_grad_()
@@ -216,7 +216,7 @@ def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) ->
     part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
     assert part is not None
     attention, q, keys = (
-        ContextAttention(WHOLE, WHOLE, None, torch.float32),
+        ContextAttention((WHOLE, WHOLE), None, torch.float32),
         torch.ones(1, 4, SEQ, SIZE),
         torch.ones(shape),
     )
@@ -234,7 +234,7 @@ def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> Non
     given = [torch.ones(1, 4, SEQ, SIZE, dtype=torch.bfloat16) for _ in range(3)]
     given[wider] = given[wider].float()
     with pytest.raises(ValueError, match=r"must have the queries\' type.* of torch\.bfloat16; k"):
-        ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(*given, part)
+        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(*given, part)
 
 
 def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
@@ -298,7 +298,7 @@ def _second_derivative(rank: int, ulysses: int) -> None:
     part = part_of(None, SEQ, state.cp_ulysses, state.cp_ring, CPU)
     assert part is not None
     q, k, v = (x[:, :, :12].clone().requires_grad_() for x in _inputs(4, 2, 1)[:3])
-    out = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32).attend(q, k, v, part)
+    out = ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32).attend(q, k, v, part)
     with pytest.raises(RuntimeError, match="has no second derivative: do not use create_graph with it"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 

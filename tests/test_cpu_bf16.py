@@ -81,7 +81,7 @@ def test_attention_in_bf16_is_plain_attention_and_large_tiles_take_it(window: in
             patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=multiplies),
             patch.object(attention, "full_backward", counting),
         ):
-            out = ContextAttention(WHOLE, WHOLE, window, torch.float32).attend(*leaves, part)
+            out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, part)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
         assert {x.dtype for x in results[-1]} == {dtype}
     if window is None:

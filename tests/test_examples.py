@@ -204,7 +204,7 @@ def test_the_attention_that_the_page_on_models_shows_is_llamas() -> None:
     names: dict[str, type] = {}
     exec(code, names)  # with the imports that it shows
     model, alone = load_config(EXAMPLES / "long_context.toml", ["model.seq_len=64"]).config.model, Axis("cp")
-    over_ranks = ContextAttention(alone, alone, None, torch.float32)
+    over_ranks = ContextAttention((alone, alone), None, torch.float32)
     parts = part_of([[40, 24], [1, 63]], 64, alone, alone, torch.device("cpu"))
     for part, attends in ((None, None), (parts, over_ranks)):
         context = BuildContext(model, Axis("tp"), False, 1, torch.device("cpu"), context=attends)

@@ -254,7 +254,7 @@ def test_attention_refuses_the_part_of_other_samples(shape: tuple[int, ...]) -> 
     part, q = part_of([[5, 11], [16]], 16, WHOLE, WHOLE, DEVICE), torch.randn(shape, device=DEVICE)
     assert part is not None
     with pytest.raises(ValueError, match=r"`part` must be of its own samples"):
-        ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(q, q, q, part)
+        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(q, q, q, part)
 
 
 def test_what_was_first_asked_for_in_inference_trains_later() -> None:
@@ -300,7 +300,7 @@ def test_documents_of_one_sample_are_not_those_of_two() -> None:
     part = part_of([[3, 5]], 8, Axis("u"), Axis("r"), DEVICE)
     assert part is not None
     q = torch.randn(2, 1, 8, 4, device=DEVICE)
-    attention = ContextAttention(Axis("u"), Axis("r"), None, torch.float32)
+    attention = ContextAttention((Axis("u"), Axis("r")), None, torch.float32)
     with pytest.raises(ValueError, match="got 2 samples of 8"):
         attention.attend(q, q, q, part)
     with pytest.raises(ValueError, match="documents of 1 samples were given for 2"):

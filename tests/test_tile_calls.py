@@ -335,7 +335,7 @@ def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> Non
     errors = []
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = ContextAttention(WHOLE, WHOLE, window, torch.float32).attend(*leaves, part)
+        out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, part)
         got = [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
         assert {x.dtype for x in got} == {dtype}
         wanted = _formula(lengths, window)

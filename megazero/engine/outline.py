@@ -196,8 +196,7 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
     from megazero.layers.context_attention import ContextAttention  # few runs need it
 
     return ContextAttention(
-        state.cp_ulysses,
-        state.cp_ring,
+        (state.cp_ulysses, state.cp_ring),
         config.model.sliding_window,
         DTYPES[config.precision.reduce_dtype],
         on_cuda=state.device_type == "cuda",

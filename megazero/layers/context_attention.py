@@ -290,7 +290,7 @@ class ContextAttention:
     """Causal attention within documents over all context-parallel ranks, which must construct it together.
 
     Args:
-        ulysses, ring: the two axes.
+        axes: those of Ulysses and of the ring.
         window: how many positions a query sees, including its own; None for all of its document up to itself.
         gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
         on_cuda: whether the run computes on CUDA, which the tensors of a plan do not show.
@@ -299,8 +299,9 @@ class ContextAttention:
     knows_parts = True
 
     def __init__(
-        self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
+        self, axes: tuple[Axis, Axis], window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
     ) -> None:
+        ulysses, ring = axes
         self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, tile_kernel(on_cpu=not on_cuda))
         # Each ring message carries one piece, so all ranks of a ring must cut the same pieces.  Their Ulysses groups
         # differ.
@@ -367,7 +368,7 @@ class KernelWindow(CausalAttention):
     """Causal attention to the last `size` positions, for kernels that take a window: on CUDA in 16 bits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self._recorded = size, ContextAttention(WHOLE, WHOLE, size, torch.float32, on_cuda=True)
+        self.size, self._recorded = size, ContextAttention((WHOLE, WHOLE), size, torch.float32, on_cuda=True)
         if device.type == "cuda":
             activate_newest_flash_attention(device)
 

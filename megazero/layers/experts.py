@@ -33,7 +33,7 @@ from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import MLP, Gated
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.saved_tensors import refuse_second_derivative
-from megazero.layers.spec import Initializer, NamedRows, buffer_spec, drawn_parameter, expert_spec, rows_spec
+from megazero.layers.spec import ParamSpec, buffer_spec, drawn_parameter
 from megazero.parallel_state import Axis
 
 _ALIGNED = 16  # bytes: torch's grouped kernel needs rows that begin at multiples of this
@@ -460,11 +460,8 @@ class Router(nn.Module):
     """Choose k experts for each token, by a softmax.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
 
     Args:
-        name: canonical name of the router; its weight is `name.weight`.
-        sizes: hidden size, number of experts of the layer.
+        spec: of the weight, [experts of the layer, hidden].
         choice: see `Choice`.
-        sum_over_tp: each TP rank sees only some of the tokens, so the weight's gradient is partial.
-        init: initial values of the weight.
         ep: the ranks over which the experts are distributed.
         wgrad_queue: takes the weight's gradient; None returns it to autograd.
 
@@ -474,22 +471,9 @@ class Router(nn.Module):
 
     of_group = 1  # see `Choice.experts`
 
-    def __init__(
-        self,
-        name: str,
-        sizes: tuple[int, int],
-        choice: Choice,
-        *,
-        sum_over_tp: bool,
-        init: Initializer,
-        ep: Axis,
-        wgrad_queue: WeightGradQueue | None = None,
-    ) -> None:
+    def __init__(self, spec: ParamSpec, choice: Choice, ep: Axis, wgrad_queue: WeightGradQueue | None = None) -> None:
         super().__init__()
-        hidden, self.experts = sizes
-        self.choice, self.ep, self.wgrad_queue = choice, ep, wgrad_queue
-        rows = NamedRows(f"{name}.weight", self.experts)
-        spec = rows_spec((rows,), hidden, init=init, sum_over_tp=sum_over_tp)
+        self.experts, self.choice, self.ep, self.wgrad_queue = spec.shape[0], choice, ep, wgrad_queue
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
         self.balance: Balance | None = None
 
@@ -525,10 +509,10 @@ class SigmoidRouter(Router):
 
     of_group = 2
 
-    def __init__(self, name: str, *of_router: Any, **more: Any) -> None:
-        super().__init__(name, *of_router, **more)
-        self.specs["bias"] = spec = buffer_spec(f"{name}.e_score_correction_bias", self.experts)
-        self.bias = drawn_parameter(spec)
+    def __init__(self, spec: ParamSpec, *of_router: Any) -> None:
+        super().__init__(spec, *of_router)
+        bias = buffer_spec(f"{spec.name.removesuffix('weight')}e_score_correction_bias", self.experts)
+        self.specs["bias"], self.bias = bias, drawn_parameter(bias)
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
@@ -560,26 +544,16 @@ class ExpertLinear(nn.Module):
     """Multiply each row by the matrix of its expert.  [rows, in], sorted by expert -> [rows, out].
 
     Args:
-        experts: for each expert of the layer, the named rows of its matrix.
-        in_features: columns of each matrix.
-        init, ep, wgrad_queue: see `Router`.
+        spec: of the stacked matrices of all experts, see `expert_spec`.
+        ep, wgrad_queue: see `Router`.
 
     Attributes:
         product: multiplies the rows.
     """
 
-    def __init__(
-        self,
-        experts: Sequence[tuple[NamedRows, ...]],
-        in_features: int,
-        *,
-        init: Initializer,
-        ep: Axis,
-        wgrad_queue: WeightGradQueue | None = None,
-    ) -> None:
+    def __init__(self, spec: ParamSpec, ep: Axis, wgrad_queue: WeightGradQueue | None = None) -> None:
         super().__init__()
         self.wgrad_queue, self.product = wgrad_queue, ExpertProduct()
-        spec = expert_spec(experts, in_features, init)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, ep.index, ep.size)
 
     def forward(self, rows: Tensor, routing: Routing) -> Tensor:

@@ -10,7 +10,7 @@
 Kernels take values as wide as keys, so values are padded with zeros, and the surplus of the result is dropped.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,38 +30,54 @@ from megazero.parallel_state import Axis
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
+class NormedLinear(nn.Module):
+    """linear(norm(x)), from a latent to heads."""
+
+    def __init__(self, norm: RMSNorm, linear: ColumnParallelLinear) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, latent: Tensor) -> Tensor:
+        return self.linear(self.norm(latent))
+
+
 class LatentProjection(nn.Module):
     """Project to queries, keys and values.  x: [seq or seq / tp, batch, hidden] -> `Projected`.
 
     Args:
         down: to the latents and the key of positions.
         sizes: their elements; 0 without a q latent.
-        q: of the q latent, or without one of x.
-        kv_norm, kv: of the kv latent.
+        up: to the queries, from the q latent or, without one, from x; and to keys and values, from the kv latent.
         sequence: the tp axis if x arrives as [seq / tp, batch, hidden]; else an axis of one rank.
-        q_norm: of the q latent; None: there is none.
     """
 
     compiles = False  # it communicates
 
     def __init__(
-        self,
-        down: ColumnParallelLinear,
-        sizes: tuple[int, int, int],
-        q: ColumnParallelLinear,
-        kv_norm: RMSNorm,
-        kv: ColumnParallelLinear,
-        sequence: Axis,
-        q_norm: RMSNorm | None = None,
+        self, down: ColumnParallelLinear, sizes: tuple[int, int, int], up: tuple[nn.Module, nn.Module], sequence: Axis
     ) -> None:
         super().__init__()
-        self.down, self.q, self.kv, self.q_norm, self.kv_norm = down, q, kv, q_norm, kv_norm
-        self.sizes, self.sequence = sizes, sequence
+        self.down, self.sizes, self.sequence = down, sizes, sequence
+        self.q, self.kv = up
 
     def forward(self, x: Tensor) -> Projected:
         q_latent, kv_latent, k_rope = self.down(x).split(self.sizes, dim=-1)
-        q = self.q(x if self.q_norm is None else self.q_norm(q_latent))
-        return q, self.kv(self.kv_norm(kv_latent)), gather_sequence(k_rope.contiguous(), self.sequence)
+        q = self.q(q_latent if self.sizes[0] else x)
+        return q, self.kv(kv_latent), gather_sequence(k_rope.contiguous(), self.sequence)
+
+
+class LatentHead(NamedTuple):
+    """A head of latent attention.
+
+    Args:
+        nope, rope, value: elements of a key without and with positions, and of a value.
+        scale: factor on the products of queries and keys, beside 1 / sqrt(size of a key).
+    """
+
+    nope: int
+    rope: int
+    value: int
+    scale: float = 1.0
 
 
 class LatentCore(AttentionCore):
@@ -69,19 +85,16 @@ class LatentCore(AttentionCore):
 
     Args:
         heads: see `Heads`; the size is that of a whole key.
-        sizes: elements of a key without and with positions, and of a value.
+        head: its parts.
         kernel, rope: see `AttentionCore`.
-        scale: factor on the products of queries and keys, beside 1 / sqrt(size of a key).
     """
 
-    def __init__(
-        self, heads: Heads, sizes: tuple[int, int, int], kernel: AttentionKernel, rope: RotaryEmbedding, scale: float
-    ) -> None:
+    def __init__(self, heads: Heads, head: LatentHead, kernel: AttentionKernel, rope: RotaryEmbedding) -> None:
         super().__init__(heads, kernel, rope)
-        self.sizes, self.scale = sizes, scale
+        self.head = head
 
     def forward(self, projected: Any, layout: TokenLayout) -> Tensor:
-        nope, rope, size = self.sizes
+        nope, rope, size, scale = self.head
         q, kv = (rearrange(x, "s b (h d) -> b h s d", h=self.heads.queries) for x in projected[:2])
         k_rope = self.rope.rotate(rearrange(projected[2], "s b d -> b 1 s d"), layout.part)
         q_nope, q_rope = q.split([nope, rope], dim=-1)
@@ -89,6 +102,6 @@ class LatentCore(AttentionCore):
         q = torch.cat([q_nope, self.rope.rotate(q_rope, layout.part)], dim=-1)
         k = torch.cat([k_nope, k_rope.expand(-1, self.heads.queries, -1, -1)], dim=-1)
         v = F.pad(v, (0, nope + rope - size))
-        q = q if self.scale == 1.0 else q * self.scale
+        q = q if scale == 1.0 else q * scale
         out = self.kernel.attend(q, k, v, layout.part, tape=self.tape)
         return rearrange(out[..., :size], "b h s d -> s b (h d)")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from megazero.layers.counter_rng import Dropout, dropout_key
 from megazero.layers.heads import HeadNorm, Heads, WidthNorm
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, OffsetRMSNorm, Residual, RMSNorm
-from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, rows_spec
+from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, expert_spec, rows_spec
 from megazero.layers.vocabulary import LOGITS_BYTES
 from megazero.models.config import ModelConfig
 from megazero.parallel_state import Axis
@@ -154,16 +154,20 @@ class BuildContext:
         gate, up, down = keys
         inner = [tuple(NamedRows(f"{name}.{key}.weight", model.expert_size) for key in (gate, up)) for name in names]
         outer = [(NamedRows(f"{name}.{down}.weight", model.hidden_size),) for name in names]
-        common: dict[str, Any] = {"ep": self.ep, "wgrad_queue": self.wgrad_queue}
         k, groups = model.experts_per_token or 1, (model.expert_groups, model.groups_per_token)
         choice = experts.Choice(k, bool(model.renormalize_gates), model.routed_scaling_factor, *groups)
-        sizes, kind = (
-            (model.hidden_size, len(names)),
-            experts.Router if model.router_bias_rate is None else experts.SigmoidRouter,
+        scores = (NamedRows(f"{prefix}.gate.weight", len(names)),)
+        router = experts.Router if model.router_bias_rate is None else experts.SigmoidRouter
+        on_ranks = self.ep, self.wgrad_queue
+        routed = (
+            router(
+                rows_spec(scores, model.hidden_size, None, self.init, sum_over_tp=self._cuts_sequence),
+                choice,
+                *on_ranks,
+            ),
+            experts.ExpertLinear(expert_spec(inner, model.hidden_size, self.init), *on_ranks),
+            experts.ExpertLinear(expert_spec(outer, model.expert_size, self._onto_residual), *on_ranks),
         )
-        router = kind(f"{prefix}.gate", sizes, choice, sum_over_tp=self._cuts_sequence, init=self.init, **common)
-        gate_up = experts.ExpertLinear(inner, model.hidden_size, init=self.init, **common)
-        routed = router, gate_up, experts.ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)
         if shared is None:
             return experts.MixtureOfExperts(*routed)
         return experts.WithSharedExperts(*routed, shared)

@@ -18,19 +18,13 @@ class ExpertFamily(LlamaFamily):
         variant, hugging_face: see `LlamaFamily`.
         unset: defaults of the keys that a run file leaves out, equal to those of transformers.
         reads: see `ModelFamily`.
-        renormalizes: the only value of `renormalize_gates` that the family supports; None if it supports both.
     """
 
     def __init__(
-        self,
-        variant: Variant,
-        hugging_face: HuggingFaceFormat,
-        unset: Mapping[str, Any],
-        reads: tuple[str, ...],
-        renormalizes: bool | None = None,
+        self, variant: Variant, hugging_face: HuggingFaceFormat, unset: Mapping[str, Any], reads: tuple[str, ...]
     ) -> None:
         super().__init__(variant, hugging_face, reads)
-        self.unset, self.renormalizes = unset, renormalizes
+        self.unset = unset
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         model = super().complete(model)
@@ -42,7 +36,7 @@ class ExpertFamily(LlamaFamily):
     def rules(self) -> tuple[ModelRule, ...]:
         """The rules of families like Llama, and those of experts."""
         per_token = ModelRule(("model.num_experts", "model.experts_per_token"), self.check_per_token)
-        return (*super().rules(), per_token, ModelRule(("model.renormalize_gates",), self.check_gates))
+        return (*super().rules(), per_token)
 
     def check_ffn(self, _: ModelConfig, __: int) -> Iterator[Problem]:
         """Accept any inner size, because tp does not split experts."""
@@ -54,13 +48,6 @@ class ExpertFamily(LlamaFamily):
         if model.experts_per_token is not None and model.experts_per_token > count:
             rule = f"must be at most num_experts={count}"
             yield Problem("model.experts_per_token", model.experts_per_token, rule, nearest_text([count]))
-
-    def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Check that the family supports the value of renormalize_gates."""
-        fixed = self.renormalizes
-        if fixed is not None and model.renormalize_gates not in (None, fixed):
-            rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"
-            yield Problem("model.renormalize_gates", model.renormalize_gates, rule, "leave it out")
 
     def layer_weights(self, model: ModelConfig) -> float:
         """Count the elements of a layer's matrices: q, k, v, out; the router; gate, up, down of a token's experts."""
@@ -81,10 +68,25 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MIXTRAL_FORMAT = LLAMA_FORMAT.variant("mixtral", read_extra=_read_extra, lost=lost_balance)
-MIXTRAL = ExpertFamily(
+
+
+class MixtralFamily(ExpertFamily):
+    """Mixtral, the gates of which are always renormalized."""
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """Return the rules of families with experts, and that gates are renormalized."""
+        return (*super().rules(), ModelRule(("model.renormalize_gates",), self.check_gates))
+
+    def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """Check that renormalize_gates is not false."""
+        if model.renormalize_gates is False:
+            rule = f"must be true for {model.family}, which has no other form"
+            yield Problem("model.renormalize_gates", False, rule, "leave it out")
+
+
+MIXTRAL = MixtralFamily(
     Variant(experts=("block_sparse_moe", ("w1", "w3", "w2"))),
     MIXTRAL_FORMAT,
     {"num_experts": 8, "experts_per_token": 2, "renormalize_gates": True},
     (*ROTARY_READS, *EXPERT_KEYS),
-    renormalizes=True,
 )

@@ -320,7 +320,7 @@ class _Bench:
         ring = replace(ring, index=self._busiest)
         attends = None
         if part is not None:
-            attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
+            attends = ContextAttention((ulysses, ring), key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
         of_all = key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends, key.logits_bytes
         context = BuildContext(*of_all, ep=self._axis("ep", key.ranks_of_ep, traffic))
         with torch.device("meta"):

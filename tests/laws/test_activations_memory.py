@@ -248,7 +248,7 @@ def _buffers_of_ring(rank: int, cp: int, rows: int, shares_memory: bool) -> list
     part = part_of(None, cp * rows, state.cp_ulysses, state.cp_ring, state.device)
     assert part is not None
     q, k, v = (torch.randn(1, heads, rows, 16).bfloat16().requires_grad_() for heads in (6, 2, 2))
-    grad, attention = torch.randn_like(q), ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
+    grad, attention = torch.randn_like(q), ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32)
     chunk, found = torch.Size([2, *k.shape]), []
     number = torch.zeros(1)
     ring_shift(number.clone(), number, state.cp_ring).wait()  # maps the memory that the ranks share

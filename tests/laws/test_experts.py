@@ -20,7 +20,7 @@ from megazero.engine import Engine
 from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExperts, Router
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows
+from megazero.layers.spec import Initializer, NamedRows, expert_spec, rows_spec
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import GPTStage
 from megazero.models.stages import cut_evenly
@@ -108,11 +108,11 @@ def _layer(rank: int, world: int, router: str, k: int) -> tuple[list[Tensor], li
     torch.manual_seed(3)
     ep = state_on(rank, run_of(world, model=MIXTRAL, parallel={"ep": world})).ep
     inner = [(NamedRows(f"{expert} gate", INNER), NamedRows(f"{expert} up", INNER)) for expert in range(4)]
-    outer, common = [(NamedRows(f"{expert} down", HIDDEN),) for expert in range(4)], {"init": Initializer(std=0.5)}
+    outer, init = [(NamedRows(f"{expert} down", HIDDEN),) for expert in range(4)], Initializer(std=0.5)
     module = MixtureOfExperts(
-        Router("router", (HIDDEN, 4), Choice(k, renormalize=True), sum_over_tp=False, ep=ep, **common),
-        ExpertLinear(inner, HIDDEN, ep=ep, **common),
-        ExpertLinear(outer, INNER, ep=ep, **common),
+        Router(rows_spec((NamedRows("router.weight", 4),), HIDDEN, None, init), Choice(k, renormalize=True), ep),
+        ExpertLinear(expert_spec(inner, HIDDEN, init), ep),
+        ExpertLinear(expert_spec(outer, INNER, init), ep),
     )
     with torch.no_grad():
         module.router.weight.copy_(ROUTERS[router](module.router.weight))

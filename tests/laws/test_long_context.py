@@ -386,7 +386,7 @@ def _attend(
     for x in (q, k, v):
         x.requires_grad_()
     axes, on_cuda = (state.cp_ulysses, state.cp_ring), DEVICE.type == "cuda"
-    attention = ContextAttention(*axes, None, torch.float32, on_cuda=on_cuda)
+    attention = ContextAttention(axes, None, torch.float32, on_cuda=on_cuda)
     return rows, _derived(attention.attend(q, k, v, part), q, k, v, grad)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
-from megazero.layers.latent_attention import LatentCore, LatentProjection
+from megazero.layers.latent_attention import LatentCore, LatentHead, LatentProjection, NormedLinear
 from megazero.layers.rotary_frequencies import rotary_frequencies
 from megazero.layers.spec import NamedRows
 from megazero.models.blocks import ExpertBlock
@@ -49,15 +49,16 @@ def _attention(prefix: str, context: BuildContext, rope: RotaryEmbedding) -> Att
     down = replace(context, tp=Axis("tp")).column(rows("q_a_proj", q_rank) + latents if q_rank else latents)
     sums, spec = context.sequence_parallel and context.tp.size > 1, down.specs["weight"]
     down.specs["weight"] = replace(spec, placement=(None, None), sum_over_tp=sums)  # whole on each rank of tp
-    projection = LatentProjection(
-        down,
-        (q_rank, kv_rank, rotated),
-        context.column(rows("q_b_proj" if q_rank else "q_proj", model.attention_size), in_features=q_rank),
-        context.rms_norm(f"{prefix}.kv_a_layernorm", kv_rank, _LATENT_EPS),
-        context.column(rows("kv_b_proj", model.num_heads * (nope + size)), in_features=kv_rank),
-        context.tp if context.sequence_parallel else Axis("tp"),
-        context.rms_norm(f"{prefix}.q_a_layernorm", q_rank, _LATENT_EPS) if q_rank else None,
-    )
+
+    def up(name: str, elements: int, norm: str, rank: int) -> NormedLinear:
+        latent_norm = context.rms_norm(f"{prefix}.{norm}_layernorm", rank, _LATENT_EPS)
+        return NormedLinear(latent_norm, context.column(rows(name, elements), in_features=rank))
+
+    size_q = model.attention_size
+    q = up("q_b_proj", size_q, "q_a", q_rank) if q_rank else context.column(rows("q_proj", size_q))
+    kv = up("kv_b_proj", model.num_heads * (nope + size), "kv_a", kv_rank)
+    sequence = context.tp if context.sequence_parallel else Axis("tp")
+    projection = LatentProjection(down, (q_rank, kv_rank, rotated), (q, kv), sequence)
     scale = 1.0 if model.rope_scaling is None else model.rope_scaling.score_factor
-    core = LatentCore(context.heads, (nope, rotated, size), context.kernel, rope, scale)
+    core = LatentCore(context.heads, LatentHead(nope, rotated, size, scale), context.kernel, rope)
     return Attention(projection, core, context.row(*rows("o_proj", model.hidden_size), model.num_heads * size))
