@@ -1,5 +1,6 @@
 """Test folders that hold shared modules, and how processes of the tests share the cores."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,8 @@ import torch
 from hypothesis import settings
 
 from megazero.cpu.processor import schedule_as_batch_job
+
+gc.disable()  # until all tests are collected: it would look for garbage among modules that stay
 
 sys.path[:0] = [
     str(Path(__file__).parent),
@@ -105,3 +108,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: nobody looks through it for garbage again."""
+    gc.freeze()
+    gc.enable()

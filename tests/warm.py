@@ -1,16 +1,24 @@
-"""Importing this takes a step of a small model: what is forked afterwards finds its modules and its kernels there.
+"""Importing this imports the package and takes a step of a small model: what is forked afterwards finds both there.
 
 The server from which programs are forked imports it too.
 """
 
 import ctypes
+import pkgutil
 import re
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch._dynamo  # imported by every optimizer
 from harness import DEVICE
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, whole
+
+import megazero
+
+for _module in pkgutil.walk_packages(megazero.__path__, "megazero."):
+    if _module.name not in ("megazero.cli.__main__", "megazero.training.callbacks.tasks"):  # lm_eval's 1,000 modules
+        import_module(_module.name)
 
 if DEVICE.type == "cpu" and not torch.cuda.device_count():  # nothing can be forked from what has touched a GPU
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
