@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.data.sampler import Blend, Permutation, SampleStream, ValidationStream, Windows, split
+from megazero.data.corpus import split
+from megazero.data.sampler import Blend, Permutation, SampleStream, ValidationStream, Windows
 
 # ---- Permutation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -121,9 +122,10 @@ def test_a_message_that_is_never_sent_is_told_with_who_waits_for_it() -> None:
 
         def without_sends(*args: Any, **more: Any) -> Any:
             executor = executor_of(*args, **more)
-            executor._steps = [
-                one for one in executor._steps if not (isinstance(one, MessageAction) and one.kind is ActionKind.SEND)
-            ]
+            steps = (
+                s for s in executor._plan.steps if not (isinstance(s, MessageAction) and s.kind is ActionKind.SEND)
+            )
+            executor._plan = replace(executor._plan, steps=tuple(steps))
             return executor
 
         if state.rank == 0:

@@ -28,9 +28,10 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.derive import complete_batch, padded_batch
 from megazero.config.document import to_toml
 from megazero.engine import BatchShare, Position, initialize
+from megazero.engine.micro_batches import share_of_each
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
-from megazero.training.batches import read_batches, share_of_each
+from megazero.training.batches import read_batches
 from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs

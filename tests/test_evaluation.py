@@ -31,7 +31,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.document import to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
-from megazero.engine.step import BatchShare
+from megazero.engine.micro_batches import BatchShare
 from megazero.parallel_state import Axis
 from megazero.training.batches import DataError, open_corpus_of
 from megazero.training.callbacks import samples

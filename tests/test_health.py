@@ -34,12 +34,12 @@ from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
 from megazero.training.callbacks import checkpointing, speed
-from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepMeter, StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepRecord
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.registry import CALLBACKS, CallbackError, RegisteredCallback, name_problems
 from megazero.training.callbacks.speed import RankWork, Stragglers, slow_ranks, spread_of
 from megazero.training.check import describe
-from megazero.training.trainer import train
+from megazero.training.trainer import Trainer, train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -573,14 +573,14 @@ def test_a_wish_to_stop_that_only_an_evaluation_hears_stops_all(tmp_path: Path) 
 
 def _train_slowly(rank: int, run: ResolvedRun) -> list[str]:
     """Every step takes rank 1 0.4 s of its own work and rank 0 0.1 s."""
-    intact = StepMeter.read
+    intact = Trainer._compute
 
-    def read(self: StepMeter) -> tuple[float, float, dict[str, int]]:
-        seconds, work, sent = intact(self)
-        assert 0 < work <= seconds
-        return seconds, (0.1, 0.4)[rank], sent
+    def compute(self: Trainer, record: StepRecord) -> None:
+        intact(self, record)
+        assert 0 < (record.work_seconds or 0) <= (record.seconds or 0)
+        record.work_seconds = (0.1, 0.4)[rank]
 
-    StepMeter.read = read  # type: ignore[method-assign]
+    Trainer._compute = compute  # type: ignore[method-assign]
     shown: list[str] = []
     train(run, state_on(rank, run), shown.append)
     return shown

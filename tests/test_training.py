@@ -29,14 +29,14 @@ from worlds import LLAMA, MIXTRAL, engine_on, run_of
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.document import save_config
-from megazero.engine import BatchShare, Position, StepStatistics
+from megazero.engine import BatchShare, Position, StepStatistics, micro_batches
+from megazero.engine.micro_batches import ReadAhead, placed
 from megazero.layers import fp8
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis
-from megazero.training import batches as batches_module
-from megazero.training.batches import ReadAhead, placed, read_batches
+from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
 from megazero.training.callbacks.progress import (
@@ -206,8 +206,8 @@ def test_what_is_copied_to_a_device_is_what_was_read(
     ring = Axis("cp", tuple(range(cp)), cp - 1)
     share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, ring=ring, documents=documents)
     device = SimpleNamespace(part_of=share.part_of, documents=documents, device=SimpleNamespace(type="elsewhere"))
-    batches, copied_ = read_batches(_Counting(), 16, count, 2, share), batches_module._copied
-    monkeypatch.setattr(batches_module, "_copied", lambda tensors, _: copied_(tensors, torch.device("cpu")))
+    batches, copied_ = read_batches(_Counting(), 16, count, 2, share), micro_batches._copied
+    monkeypatch.setattr(micro_batches, "_copied", lambda tensors, _: copied_(tensors, torch.device("cpu")))
     for read, copied in zip(batches, placed(batches, device, 4), strict=True):
         for name in ("sample_ids", "tokens", "labels"):
             assert torch.equal(getattr(copied, name), getattr(read, name))

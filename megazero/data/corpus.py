@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, stored_identity, verified_identity
 from megazero.data.indexed import IndexedDataset
-from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows, split
+from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.registry import added
 from megazero.settings import Say
@@ -98,6 +99,29 @@ def open_corpus(
     by_source = dict(zip((name for name, _ in sources), contents, strict=True))
     held_out = ValidationStream(validation) if validation else None
     return Corpus(SampleStream(training, weights, seed), held_out, fingerprint, by_source)
+
+
+def split(windows: Windows, validation_fraction: float, name: str = "the source") -> tuple[Windows, Windows | None]:
+    """Split the windows of a source into (training, validation): the last `validation_fraction`, rounded down,
+    validate.
+
+    No target token is on both sides.  A fraction of 0 means no validation.  The fraction is taken as the decimal that
+    it is written as.
+
+    Raises: ValueError: one side would be empty.
+    """
+    if validation_fraction == 0:
+        return windows, None
+    held_out = int(windows.count * Fraction(str(validation_fraction)))
+    kept = windows.count - held_out
+    if not (held_out and kept):
+        side = "training" if held_out else "validation"
+        fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
+        if windows.count < 2:
+            fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
+        found = f"{name}'s {windows.count:,} windows"
+        raise UnfitDataError(f"{validation_fraction=} leaves none of {found} for {side}; {fix}")
+    return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 
 def is_raw(path: Path) -> bool:

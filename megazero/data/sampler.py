@@ -91,29 +91,6 @@ class Windows:
         return ([*lengths, last - 1], True) if last > 1 else (lengths, False)
 
 
-def split(windows: Windows, validation_fraction: float, name: str = "the source") -> tuple[Windows, Windows | None]:
-    """Split the windows of a source into (training, validation): the last `validation_fraction`, rounded down,
-    validate.
-
-    No target token is on both sides.  A fraction of 0 means no validation.  The fraction is taken as the decimal that
-    it is written as.
-
-    Raises: ValueError: one side would be empty.
-    """
-    if validation_fraction == 0:
-        return windows, None
-    held_out = int(windows.count * Fraction(str(validation_fraction)))
-    kept = windows.count - held_out
-    if not (held_out and kept):
-        side = "training" if held_out else "validation"
-        fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
-        if windows.count < 2:
-            fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
-        found = f"{name}'s {windows.count:,} windows"
-        raise UnfitDataError(f"{validation_fraction=} leaves none of {found} for {side}; {fix}")
-    return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
-
-
 class Stream(ABC):
     """Samples by index over several sources.  Subclasses decide which window an index stands for."""
 

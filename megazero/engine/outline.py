@@ -1,8 +1,8 @@
-"""Parts of a run that follow from its configuration: schedule, optimizer, and stages on the meta device."""
+"""Parts of a run that follow from its configuration: schedule, optimizer, stages, and their shards on a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
-from megazero.config.derive import num_experts
+from megazero.config.derive import micro_batch_multiple, num_experts
+from megazero.engine.micro_batches import BatchShare
 from megazero.layers.linear import WeightGradQueue
+from megazero.layers.vocabulary import VocabParallelHead
 from megazero.models.activation_config import layer_policies
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import GPTStage
@@ -28,9 +31,15 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
-from megazero.zero.sharding import DTYPES
+from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.sharding import DTYPES, ShardingSettings, expert_placement_of
+from megazero.zero.sharding import Placement as ZeroPlacement
+from megazero.zero.units import ModelParam, ModelParts, describe, units_of
 
 if TYPE_CHECKING:
+    from megazero.engine.balance import Routers
+    from megazero.engine.qk_clip import QKClip
+    from megazero.engine.stage_runner import StageRunner
     from megazero.layers.activation_offload import ActivationStore
     from megazero.layers.context_attention import ContextAttention
 
@@ -134,11 +143,13 @@ class RankStages:
         stages: one for each chunk.
         wgrad_queues: for each chunk, the queue of its weight gradients.
         offload: stores activations that layers move off the device or into an arena; None if no layer does.
+        heads: those of the stages that compute a loss.
     """
 
     stages: Sequence[GPTStage]
     wgrad_queues: Sequence[WeightGradQueue]
     offload: ActivationStore | None
+    heads: Sequence[VocabParallelHead]
 
 
 def build_stages(config: RunConfig, state: ParallelState, placement: Placement) -> RankStages:
@@ -153,10 +164,10 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
     policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1, fp8=fp8)
     offload = None
     if any(policy.moves for policy in policies.values()):
-        from megazero.layers.activation_offload import ActivationStore  # few runs need it
-
         in_arena = any(policy.contiguous for policy in policies.values())
         arena = Arena(state.device, "set activations.contiguous=false") if in_arena else None
+        from megazero.layers.activation_offload import ActivationStore  # few runs need it
+
         offload = ActivationStore(state.device, arena)
     attention, queues, stages = _context_attention(config, state), [WeightGradQueue() for _ in layouts], []
     logits, ep = config.training.logits_chunk_bytes, expert_axis(config, state)
@@ -179,7 +190,10 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
             save_by_policy(
                 zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload
             )
-    return RankStages(stages, queues, offload)
+    heads = [module for stage in stages for module in stage.modules() if isinstance(module, VocabParallelHead)]
+    for head in heads:
+        head.z_loss_coef = config.training.z_loss_coef
+    return RankStages(stages, queues, offload, heads)
 
 
 def expert_axis(config: RunConfig, state: ParallelState) -> Axis:
@@ -193,7 +207,7 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
     """Return attention over sequence shards or within documents; None if a rank attends to whole samples."""
     if state.cp.size == 1 and not config.data.document_mask:
         return None
-    from megazero.layers.context_attention import ContextAttention  # few runs need it
+    from megazero.layers.context_attention import ContextAttention
 
     return ContextAttention(
         (state.cp_ulysses, state.cp_ring),
@@ -201,3 +215,98 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
         DTYPES[config.precision.reduce_dtype],
         on_cuda=state.device_type == "cuda",
     )
+
+
+def qk_clip_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> QKClip | None:
+    """Return what clips queries and keys after a step; None if `optimizer.qk_clip` is unset."""
+    if config.optimizer.qk_clip is None:
+        return None
+    from megazero.engine.qk_clip import QKClip  # few runs need it
+
+    return QKClip(stages, config.optimizer.qk_clip, state.dp)
+
+
+def paired_runner_of(config: RunConfig, state: ParallelState, kind: ScheduleKind) -> Callable[..., StageRunner] | None:
+    """Return a factory of stage runners in which the passes of a pair take turns; None if there are no pairs, or no waits.
+
+    An arena returns activations in the order of the actions, so with one the passes of a pair cannot overlap.
+    """
+    if not kind.has_pairs or expert_axis(config, state).size == 1:
+        return None
+    from megazero.engine.turns import PairedStageRunner, Turns
+
+    turns = Turns()
+    state.traffic.pass_on = turns.pass_on
+    return partial(PairedStageRunner, turns=turns)
+
+
+def routers_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> Routers | None:
+    """Return the routers of a rank; None for a dense model."""
+    if not num_experts(config):
+        return None
+    from megazero.engine.balance import Routers  # not loaded for dense models
+
+    return Routers(config, state, stages)
+
+
+def share_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> BatchShare:
+    """Return the part of each global batch that a rank with these stages needs."""
+    return BatchShare(
+        state.dp,
+        state.device,
+        tokens=any(stage.embedding is not None for stage in stages),
+        # routers count the tokens that losses do
+        labels=any(stage.head is not None for stage in stages) or num_experts(config) > 0,
+        ulysses=state.cp_ulysses,
+        ring=state.cp_ring,
+        documents=config.data.document_mask,
+        multiple=micro_batch_multiple(config.parallel),
+    )
+
+
+def shard(
+    config: RunConfig, state: ParallelState, built: RankStages, placement: Placement, *, beside: bool
+) -> ShardedModel:
+    """Shard a rank's stages according to `[zero]` and `[precision]`.
+
+    Args:
+        beside: two stages run at the same time.
+    """
+    modules = nn.ModuleList(built.stages)
+    recipe = optimizer_of(config.optimizer, config.model.width_ratio)
+    experts = expert_placement_of(state, config.zero) if num_experts(config) else None
+    described = [_in_its_group(param, recipe, experts) for param in describe(modules)]
+    queue_of = {
+        f"{index}.{name}": queue
+        for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
+        for name, _ in stage.named_parameters()
+    }
+    offload = built.offload
+    # a compiled block waits for all its weights: hooks of its layers would break its graph
+    compiles = may_compile(config.training.compile, state.device)
+    units = units_of(built.stages, by_layer=not compiles, beside=beside)
+    arena = None if offload is None or offload.on_host else offload.pool
+    sharded = ShardedModel(
+        ModelParts(units, described, _tied_axes(described, state, placement), queue_of),
+        state,
+        ShardingSettings(config.zero, config.precision, recipe, arena, compiles, config.average.kind != "none"),
+    )
+    if offload is not None:
+        offload.stay(bucket.weights for bucket in sharded.parameters.buckets)
+    return sharded
+
+
+def _in_its_group(param: ModelParam, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> ModelParam:
+    param = replace(param, placement=experts if param.spec.of_experts else None)
+    if recipe.groups == 3 and param.spec.matrix:
+        return replace(param, group=2, matrix=recipe.matrices is not None)
+    return replace(param, group=0 if param.spec.decay else 1)
+
+
+def _tied_axes(described: Sequence[ModelParam], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
+    """Return the pipeline ranks that hold a copy of each tied parameter, by its name.  A collective call over pp."""
+    first, last = placement[0][0], placement[-1][0]
+    tied = [param.spec.name for param in described if param.spec.tied]
+    if first == last or not any(gather_objects(bool(tied), state.pp)):
+        return {}
+    return dict.fromkeys(tied, state.among_stages([first, last], "embedding"))

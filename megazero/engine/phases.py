@@ -21,8 +21,8 @@ from megazero.config.schema import sections
 from megazero.data.identity import changes_between, stored_identity, tokenizer_part
 from megazero.data.tokenizer import load_tokenizer
 from megazero.models.registry import FAMILIES
+from megazero.optim import lr_schedule
 from megazero.optim.config import LrScheduleConfig
-from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
 
@@ -264,15 +264,15 @@ def _shown(value: object) -> str:
     return "unset" if value is None else toml_value(value)
 
 
-def learning_rate(schedule: LrScheduleConfig, peak: float, steps: int, phase: Phase, updates: int) -> float:
-    """Return the learning rate of the next update, by the schedule that began with the phase.
+def learning_rates(schedule: LrScheduleConfig, peak: float, steps: int, phase: Phase) -> Callable[[int], float]:
+    """Return the learning rate of the next update as a function of the updates so far, both in the whole run.
 
     Args:
+        schedule: began with the phase.
         peak: `optimizer.lr`.
         steps: steps of the whole run, all phases together.
-        updates: updates of the weights so far, in the whole run.
     """
-    return peak * learning_rate_factor(schedule, updates - phase.schedule_update, steps - phase.schedule_step)
+    return lr_schedule.learning_rates(schedule, peak, steps - phase.schedule_step, phase.schedule_update)
 
 
 def trained_steps(first: int, last: int, skipped: Sequence[tuple[int, int]]) -> list[range]:
@@ -293,10 +293,8 @@ def unfinished_schedule(config: RunConfig, phase: Phase, step: int, updates: int
     steps, skipped = config.training.steps, config.training.skip_steps
     updates += sum(map(len, trained_steps(step + 1, steps, skipped)))
     due = phase.schedule_update + steps - phase.schedule_step
-    last, end = (
-        f"{learning_rate(config.lr_schedule, config.optimizer.lr, steps, phase, max(count - 1, 0)):.3g}"
-        for count in (updates, due)
-    )
+    rate_of = learning_rates(config.lr_schedule, config.optimizer.lr, steps, phase)
+    last, end = (f"{rate_of(max(count - 1, 0)):.3g}" for count in (updates, due))
     if not skipped or step >= steps or last == end:
         return []
     done, of = updates - phase.schedule_update, due - phase.schedule_update

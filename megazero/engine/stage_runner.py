@@ -3,10 +3,7 @@
 forward(chunk, m, x)      saves the graph, but neither x nor the output, beyond what operations saved for the backward
 backward(chunk, m, grad)  runs the graph; the last stage starts from the loss, with the gradient that makes sums means
 backward_weight(chunk, m) computes the weight gradients that a schedule with W deferred
-beside(pair, x, grad)     a forward and a backward take turns while one waits for an exchange (`turns.py`)
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +23,6 @@ from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
-    from megazero.engine.turns import Turns
     from megazero.layers.activation_offload import ActivationStore
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
@@ -105,7 +101,6 @@ class StageRunner:
         loss_gradient: returns the gradient of the step's scaled loss with respect to each micro-batch's loss; called
             when the first backward begins.  None in an evaluation, which saves nothing for a backward.
         offload: stores activations of the chunks' layers.
-        turns: runs the two passes of a pair in turns; None: one after the other.
     """
 
     def __init__(
@@ -113,10 +108,9 @@ class StageRunner:
         chunks: Sequence[ChunkRunner],
         model: ShardedModel,
         loss_gradient: Callable[[], Tensor] | None,
-        offload: ActivationStore | None = None,
-        turns: Turns | None = None,
+        offload: "ActivationStore | None" = None,
     ) -> None:
-        self._turns, self._chunks, self._model, self._loss_gradient = turns, chunks, model, loss_gradient
+        self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
         self._trains = loss_gradient is not None
         self._offload = offload if self._trains else None
         # For each input, its gradient once it exists, and a meta tensor like it.  For each output, the edge that takes its
@@ -171,28 +165,11 @@ class StageRunner:
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 
-    def interleaves(self, pair: Sequence[Action]) -> bool:
-        """Whether the passes of a pair take turns.  Stage 3 shows the weights of a chunk to one pass at a time."""
-        shares_weights = pair[0].chunk == pair[1].chunk and self._model.parameters.gatherer is not None
-        return self._turns is not None and not shares_weights
+    def interleaves(self, pair: Sequence[Action]) -> bool:  # noqa: ARG002  pairs that overlap: turns.py
+        return False
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
-        forward, backward, *weight = pair
-        assert self._turns is not None
-        queue = self._chunks[backward.chunk].wgrad_queue
-        device = torch.get_device_module(self._model.policy.device)
-        stream, defers = device.current_stream(), queue.defers
-
-        def run_backward() -> Message | None:
-            with device.stream(stream):  # the current stream is per thread, and this is another thread
-                return self.backward(backward.chunk, backward.microbatch, grad)
-
-        queue.defers = defers and not weight
-        try:
-            result, y = self._turns.run(run_backward, partial(self.forward, forward.chunk, forward.microbatch, x))
-        finally:
-            queue.defers = defers
-        return y, result
+        raise NotImplementedError
 
     def expect(self, following: Action) -> None:
         is_forward, gatherer = following.kind is ActionKind.FORWARD, self._model.parameters.gatherer

@@ -1,111 +1,226 @@
-"""Begin and end of a step, for a GPT and for a script's own module: its part of each global batch, and the reduction.
+"""One training step of a GPT on one rank, on one page: see `StepEngine.train_step`.
 
-    global batch    [ dp 0 | dp 1 ]     its samples: the slice of this rank of dp, cut into micro-batches
-    one sample      [ cp 0 | cp 1 ]     its tokens: the sequence shard of this rank of context parallelism
-
-    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, z-loss, stop)
-        -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` is False
-        -> overflow under a loss scale:   no update, a smaller scale
-        -> otherwise:                     unscale, clip, sharded optimizer step, start of the weights' all-gather
+micro-batches -> executor(schedule, stages)   forward and backward; each complete bucket of gradients is reduced
+              -> one all-reduce               over the world: (squared norm, loss, tokens, z-loss, stop)
+                 -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` is False
+                 -> overflow under a loss scale:   no update, a smaller scale
+              -> clip, sharded optimizer      the weights are gathered behind the next forward (zero/weight_gathers.py)
 
 Every rank takes the same branch, because every rank decides by the same reduced numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, nan
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megazero.comm.collectives import all_reduce, gather_objects, numbers_of
-from megazero.layers.sample_part import SamplePart, part_of
-from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import Axis, ParallelState
+from megazero.comm.collectives import Pending, all_reduce, numbers_of
+from megazero.config import RunConfig
+from megazero.engine import outline
+from megazero.engine.micro_batches import check_same_documents, check_shapes
+from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
+from megazero.layers.vocabulary import IGNORED_LABEL
+from megazero.models.gpt import GPTStage, MicroBatch
+from megazero.parallel_state import ParallelState
+from megazero.schedules.action import Action, Schedule
+from megazero.schedules.executor import Executor, Message
+from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
 
-_WHOLE = Axis("cp")
 
+class StepEngine:
+    """Runs the steps and evaluations of one rank.  Call every method on every rank, in the same order.
 
-@dataclass(frozen=True)
-class BatchShare:
-    """The part of each global batch that a rank needs: its slice over `dp`, and its sequence shard of context
-    parallelism.
-
-    Args:
-        dp: the data-parallel axis.
-        device: where the tensors are.
-        tokens: whether this rank embeds tokens.
-        labels: whether this rank computes a loss.
-        ulysses, ring: the axes of context parallelism.
-        documents: whether attention stays within documents.
-        multiple: a step has a multiple of so many micro-batches, as the schedule asks.
+    Attributes:
+        offload: stores activations that layers move off the device or into an arena; None if no layer does.
+        share: the part of each global batch that this rank needs.
+        routers: routers of this rank; None if the model has no experts.
+        on_action: called before and after every computed action, for traces.
+        wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
     """
 
-    dp: Axis
-    device: torch.device
-    tokens: bool
-    labels: bool
-    ulysses: Axis = _WHOLE
-    ring: Axis = _WHOLE
-    documents: bool = False
-    multiple: int = 1
+    def __init__(self, config: RunConfig, state: ParallelState, kind: ScheduleKind) -> None:
+        self.config, self.state = config, state
+        chunks = outline.chunks_of(config, kind)
+        placement = kind.placement(state.pp.size, chunks)
+        built = outline.build_stages(config, state, placement)
+        self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
+        self._chunks = nn.ModuleList(self._stages)
+        self._heads, self._has_head = built.heads, any(stage.head is not None for stage in built.stages)
+        self.qk_clip = outline.qk_clip_of(config, state, built.stages)
+        paired = outline.paired_runner_of(config, state, kind) if built.offload is None else None
+        self.sharded_model = outline.shard(config, state, built, placement, beside=paired is not None)
+        self.dtype = self.sharded_model.policy.dtype
+        self.routers = outline.routers_of(config, state, built.stages)
+        self.share = outline.share_of(config, state, built.stages)
+        self.on_action: Callable[[Action], None] = lambda _: None
+        self.wants_stop: Callable[[], bool] = lambda: False
+        self._executor = executors(kind, chunks, state, self._new_activation, lambda action: self.on_action(action))  # noqa: PLW0108  it may change
+        self._new_runner = paired or partial(StageRunner, offload=built.offload)
+        self._grad_norm = 0.0  # norm of the gradients in the buckets
+        self._documents_are_compared = not config.data.document_mask
 
-    def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
-        """Return this rank's shard of the samples of a micro-batch; None if it has whole samples of one document each.
-        For the arguments see `layers.sample_part.part_of`.
+    @property
+    def chunks(self) -> nn.ModuleList:
+        """This rank's part of the model, after a wait for the gathers of the last step's weights.
+
+        Access it again after every step: with a reference from before the step, weights may still be arriving.
+        """
+        self.sharded_model.parameters.gathers.wait()
+        return self._chunks
+
+    def train_step(
+        self, batches: Sequence[MicroBatch], lr: float | None, *, raises_non_finite: bool = True
+    ) -> StepStatistics:
+        """Run one optimizer step on this rank's micro-batches.
+
+        Args:
+            batches: this dp rank's slice of the global batch, as micro-batches of equal size.
+            lr: learning rate of this step; None: stop before the update (see `update`).
+            raises_non_finite: False: if loss or norm is not finite, skip the update and return.
 
         Raises:
-            ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
+            NonFiniteError: loss or norm is not finite; on every rank, before any weight has changed.  Under fp16 such a
+                step is skipped instead.
+            RuntimeError: gradients are disabled.
+            LossScaleError: an overflow at the smallest loss scale.
+            LostPeerError: a rank has died.
         """
-        if (lengths is None) == self.documents:
-            raise ValueError("lengths of documents are given where data.document_mask = true, and only there")
-        if lengths is None and self.ulysses.size * self.ring.size == 1:
-            return None
-        return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
+        model = self.sharded_model
+        self._begin_step(batches)
+        # Forward and backward; complete buckets are reduced meanwhile.
+        loss_sum, tokens = self._run(batches, trains=True)
+        model.finish_gradients()  # the last reductions; sums over tp and over copies of tied weights
+        z_sum = sum((head.z_sum for head in self._heads), 0.0)
+        statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, z_sum, stop=self.wants_stop())
+        if raises_non_finite:
+            check_finite(statistics)
+        self._grad_norm = statistics.grad_norm
+        if lr is None:
+            return statistics
+        updated = statistics.finite and self.update(lr)  # clip, step, start of the weights' all-gather
+        return replace(statistics, skipped=not updated)
 
-    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
-        """Cut this rank's micro-batch out of whole samples.  tokens, labels: [seq, batch]."""
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
+    def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
+        """Run a `train_step` without the update.  The buckets then hold the global batch's mean gradient, each rank its
+        shard.
+        """
+        return self.train_step(batches, None)
+
+    def update(self, lr: float) -> bool:
+        """Clip by the norm of the computed gradients and update the weights.  Returns False after an overflow under
+        fp16.
+
+        Gathers of weights, and reductions of gradients at stage 0, may run until the next forward; `chunks` waits for
+        them.
+        """
+        for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        if self.qk_clip is not None:
+            self.sharded_model.optimizer.row_factors = self.qk_clip.row_factors()
+        updated = self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
+        if updated and self.routers is not None:
+            self.routers.update_biases()
+        return updated
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
+        """Evaluate micro-batches without gradients and dropout.  The loss is the mean over all ranks, nan if no token
+        is counted.
+
+        The statistics also report a `stop`, since an evaluation may take long.
+
+        Raises:
+            NonFiniteError: the loss is not finite.
+        """
+        self._chunks.eval()
+        with torch.no_grad():
+            loss_sum, tokens = self._run(batches, trains=False)
+        square_sum = torch.zeros_like(loss_sum)
+        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
+        # In an evaluation, the loss scale does not handle a loss that is not finite.
+        return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
+
+    def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Discard the gradients of the last step, even if it failed."""
+        if not torch.is_grad_enabled():
+            hint = "use evaluate there"
+            raise RuntimeError(f"a training step within torch.no_grad or inference_mode has no gradients; {hint}")
+        if not self._chunks.training:  # because it walks all modules
+            self._chunks.train()
+        self.sharded_model.begin_step(len(batches))
+        if self.offload is not None:
+            self.offload.begin_step()  # before any message of the step, since it may wait for the device
+        for head in self._heads:
+            head.z_sum = 0.0
+        for queue in self._wgrad_queues:
+            queue.clear()
+        if self.routers is not None:
+            self.routers.begin_step()
+        if self.qk_clip is not None:
+            self.qk_clip.begin_step()
+
+    def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Run the schedule.  Returns this rank's sum of losses and its counted tokens, fp64; 0 unless it has the last
+        stage.
+        """
+        model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
+        if not self._documents_are_compared:
+            check_same_documents(batches, self.state)
+            self._documents_are_compared = True
+        model.parameters.gathers.check()
+        tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        for batch in batches:
+            if self.share.labels and batch.labels is not None:
+                tokens += (batch.labels != IGNORED_LABEL).sum()
+        # The global count arrives during the first forwards.  They wait for weights anyway, and it is queued behind those.
+        global_tokens = tokens.clone()
+        counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
+
+        def loss_gradient() -> Tensor:
+            """Return scale / tokens of the global batch, fp32, which turns the gradient of a sum into that of the
+            global mean.
+            """
+            counting.wait()
+            return global_tokens.clamp(min=1).reciprocal().float() * model.scale
+
+        runner = self._runner(batches, executor.schedule, loss_gradient if trains else None)
+        executor.run(runner)
+        counting.wait()
+        return runner.loss_sum, tokens * self._has_head
+
+    def _runner(
+        self, batches: Sequence[MicroBatch], schedule: Schedule, loss_gradient: Callable[[], Tensor] | None
+    ) -> StageRunner:
+        for queue in self._wgrad_queues:
+            queue.defers = schedule.splits_backward
+        if self.routers is not None and loss_gradient is not None:
+            self.routers.set_grad_scale(loss_gradient)
+        for head in self._heads:
+            head.keeps_logits = schedule.waiting_losses <= 1
+        chunks = [
+            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
+            for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
+        ]
+        return self._new_runner(chunks, self.sharded_model, loss_gradient)
+
+    def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
+        samples = check_shapes(batches, self.config.model.seq_len // self.state.cp.size)
+        return self._executor(len(batches), samples, trains)
+
+    def _new_activation(self, samples: int, _: Action | None) -> Message:
+        """Allocate the activation that stages exchange: [seq / cp (/ tp if sequence-parallel), micro-batch, hidden]."""
+        model, seq = self.config.model, self.config.model.seq_len // self.state.cp.size
+        seq //= self.state.tp.size if self.config.parallel.sequence_parallel else 1
+        return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
 
 
-def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
-    """Return the number of samples in each micro-batch.
-
-    Args:
-        seq_len: most tokens of a sample on this rank.
-
-    Raises:
-        ValueError: micro-batches have different numbers of samples, or the shapes of their tensors do not match.
-    """
-    for batch in batches:
-        samples, shapes = batch.sample_ids.numel(), set[tuple[int, ...]]()
-        for name, tensor in (("tokens", batch.tokens), ("labels", batch.labels)):
-            if tensor is not None:
-                shapes.add(tuple(tensor.shape))
-                if tensor.dim() != 2 or tensor.shape[0] > seq_len or tensor.shape[1] != samples or len(shapes) > 1:
-                    raise ValueError(
-                        f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
-                        f"must be [{seq_len}, {samples}], this rank's part of [seq, batch] (engine.share.cut)"
-                    )
-    sizes = {batch.sample_ids.numel() for batch in batches}
-    if len(sizes) != 1:
-        raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
-    return sizes.pop()
-
-
-def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) -> None:
-    """Check that all ranks with the same index in dp, which share samples, have the same documents.  A collective call.
-
-    Raises: ValueError, on every rank.
-    """
-    own = [None if batch.part is None else batch.part.plan.documents for batch in batches]
-    found = set(gather_objects((state.at.dp, tuple(own)), state.world))
-    if len(found) > state.dp.size:
-        hint = "on all ranks of one index of dp, give `BatchShare.part_of` the same lengths. No weight was changed"
-        raise ValueError(f"ranks that share the samples of a micro-batch were given other documents; {hint}")
+def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
+    return (stage(None if x is None else x[0], batches[microbatch]),)
 
 
 class NonFiniteError(RuntimeError):

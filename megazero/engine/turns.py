@@ -8,11 +8,19 @@ its work in the same order.  Each pass has its own thread, since torch cannot su
 queues the passes' kernels in this order, on one stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Semaphore
 from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megazero.engine.stage_runner import ChunkRunner, StageRunner
+from megazero.schedules.action import Action
+from megazero.schedules.executor import Message
+from megazero.zero.sharded_model import ShardedModel
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -84,3 +92,38 @@ class Turns:
         self._both, self._failed = False, self._failed or failed
         for gate in self._gates:
             gate.release()
+
+
+class PairedStageRunner(StageRunner):
+    """Runs the forward and the backward of a pair in turns: one computes while the other waits for an exchange."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkRunner],
+        model: ShardedModel,
+        loss_gradient: Callable[[], Tensor] | None,
+        turns: Turns,
+    ) -> None:
+        super().__init__(chunks, model, loss_gradient)
+        self._turns = turns
+
+    def interleaves(self, pair: Sequence[Action]) -> bool:
+        """Whether the passes of a pair take turns.  Stage 3 shows the weights of a chunk to one pass at a time."""
+        return pair[0].chunk != pair[1].chunk or self._model.parameters.gatherer is None
+
+    def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
+        forward, backward, *weight = pair
+        queue = self._chunks[backward.chunk].wgrad_queue
+        device = torch.get_device_module(self._model.policy.device)
+        stream, defers = device.current_stream(), queue.defers
+
+        def run_backward() -> Message | None:
+            with device.stream(stream):  # the current stream is per thread, and this is another thread
+                return self.backward(backward.chunk, backward.microbatch, grad)
+
+        queue.defers = defers and not weight
+        try:
+            result, y = self._turns.run(run_backward, partial(self.forward, forward.chunk, forward.microbatch, x))
+        finally:
+            queue.defers = defers
+        return y, result

@@ -12,9 +12,10 @@ import torch
 from megazero.config import RunConfig
 from megazero.data.corpus import tokenizer_of
 from megazero.engine import BatchShare
+from megazero.engine.micro_batches import read_on_host
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
-from megazero.training.batches import open_corpus_of, read_on_host
+from megazero.training.batches import open_corpus_of
 
 
 def describe_samples(config: RunConfig, first: int, count: int) -> Iterator[str]:

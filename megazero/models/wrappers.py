@@ -28,13 +28,12 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from megazero.layers.activation_offload import PLAIN_TENSORS, ActivationStore
 from megazero.layers.attention import Attention, AttentionCore, CausalAttention, RotaryEmbedding
 from megazero.layers.attention_kernels import TapedAttention
 from megazero.layers.counter_rng import Dropout
@@ -46,6 +45,9 @@ from megazero.layers.vocabulary import grad_logits_of, statistics_of
 from megazero.models.activation_config import UNCUT, LayerPolicy
 from megazero.models.gpt import Block, GPTStage, is_known
 from megazero.parallel_state import Axis
+
+if TYPE_CHECKING:
+    from megazero.layers.activation_offload import ActivationStore
 
 _ALIGNED_BYTES = 16
 _CONTAINERS = (Attention, SwiGLU, GELU)
@@ -73,7 +75,7 @@ class SavingBlock:
 
 
 def save_by_policy(
-    blocks: Iterable[tuple[nn.Module, LayerPolicy]], tp: Axis, offload: ActivationStore | None = None
+    blocks: Iterable[tuple[nn.Module, LayerPolicy]], tp: Axis, offload: "ActivationStore | None" = None
 ) -> None:
     """Apply each layer's policy to its block.  A block with its own forward is recomputed as a whole, or not at all.
 
@@ -155,6 +157,8 @@ def has_regions(block: nn.Module) -> TypeGuard[Block]:
 
 def _tables(block: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors of a block that are neither parameters nor activations: rotary tables, masks, keys."""
+    from megazero.layers.activation_offload import PLAIN_TENSORS  # few runs need it
+
     for module in block.modules():
         yield from module.buffers(recurse=False)
         for value in vars(module).values():

@@ -33,16 +33,31 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> f
     Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay), Hägele et al. 2024
     (1-sqrt); Megatron-LM, optimizer_param_scheduler.py (the four decays).
     """
-    warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    steps = schedule.end_step or steps
-    step = min(step, steps - 1)
-    factor: object = LR_SCHEDULES[schedule.name](step, steps, schedule)
-    if not (isinstance(factor, int | float) and isfinite(factor) and factor >= 0.0):
-        raise ValueError(
-            f"lr_schedule {schedule.name!r} must return a finite factor from 0 on, and has returned {factor!r} for step "
-            f"{step} (the first is 0) of {steps}"
-        )
-    return min(warmup, factor)
+    return learning_rates(schedule, 1.0, steps)(step)
+
+
+def learning_rates(schedule: LrScheduleConfig, peak: float, steps: int, first: int = 0) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step: `peak` times the `learning_rate_factor`.
+
+    Args:
+        steps: steps of the schedule.
+        first: the step at which it begins.
+    """
+    factor_of, steps = LR_SCHEDULES[schedule.name], schedule.end_step or steps
+
+    def learning_rate(step: int) -> float:
+        step -= first
+        warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+        step = min(step, steps - 1)
+        factor: object = factor_of(step, steps, schedule)
+        if not (isinstance(factor, int | float) and isfinite(factor) and factor >= 0.0):
+            raise ValueError(
+                f"lr_schedule {schedule.name!r} must return a finite factor from 0 on, and has returned {factor!r} for step "
+                f"{step} (the first is 0) of {steps}"
+            )
+        return peak * min(warmup, factor)
+
+    return learning_rate
 
 
 def constant(step: int, steps: int, schedule: LrScheduleConfig) -> float:

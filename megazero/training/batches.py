@@ -1,22 +1,14 @@
-"""The data of a run: opened on every rank, compared between ranks, and cut into the micro-batches of one rank.
+"""The data of a run: opened on every rank, and compared between ranks.
 
 A source is a path, and each host has files of its own under it.  With other files on the hosts of one pipeline, tokens would
 come from one corpus and labels from another, and the run would train on that without an error.
-
-global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice is cut into micro-batches
-one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the end are read, but all labels are masked
 """
 
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
 import xxhash
-from torch import Tensor
 
 from megazero.comm.agreement import agree_in_time, seconds_between_meetings
 from megazero.comm.collectives import gather_objects
@@ -25,14 +17,10 @@ from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
 from megazero.data.identity import parts_of
 from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationStream
-from megazero.engine import BatchShare
-from megazero.layers.sample_part import SamplePart
-from megazero.layers.vocabulary import IGNORED_LABEL
+from megazero.engine.micro_batches import BatchShare, placed, read_on_host
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
 from megazero.settings import Say
-
-T = TypeVar("T")
 
 
 def open_sources(
@@ -170,103 +158,3 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
 def read_batches(stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare) -> list[MicroBatch]:
     """`read_on_host`, copied to the device of `share`."""
     return placed(read_on_host(stream, first, count, micro_batch_size, share), share, stream.seq_len)
-
-
-def read_on_host(
-    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, stream_starts_at: int = 0
-) -> list[MicroBatch]:
-    """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
-
-    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Beyond the last
-    sample every label is masked; where attention stays within documents, so is a label of another document than its token.
-    The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
-    """
-    share, end = replace(share, device=torch.device("cpu")), first + count
-    samples_each = share_of_each(count, micro_batch_size, share)
-    own = first + share.dp.index * samples_each
-    indices = np.arange(own, own + samples_each, dtype=np.int64)
-    sample_ids = torch.from_numpy(indices)
-    read = np.minimum(indices, end - 1) - stream_starts_at
-    samples = stream.batch(read) if share.tokens or share.labels else None
-    documents = stream.documents(read) if share.documents else []
-    # Where the next token is of another document.
-    crossing = [np.cumsum(each[:-1] if goes_on else each, dtype=np.int64) - 1 for each, goes_on in documents]
-
-    def cut(start: int) -> MicroBatch:
-        which = slice(start, start + micro_batch_size)
-        lengths = [each for each, _ in documents[which]] if share.documents else None
-        part = share.part_of(lengths, stream.seq_len)
-        if samples is None:
-            return MicroBatch(sample_ids[which], part=part)
-        whole = np.ascontiguousarray(samples[which].T)
-        tokens, labels = whole[:-1], whole[1:]
-        real = max(end - (own + start), 0)
-        if real < micro_batch_size or lengths is not None:
-            labels = labels.copy()
-            labels[:, real:] = IGNORED_LABEL
-            for sample, places in enumerate(crossing[which]):
-                labels[places, sample] = IGNORED_LABEL
-        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), part)
-
-    return [cut(start) for start in range(0, samples_each, micro_batch_size)]
-
-
-def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[MicroBatch]:
-    """Copy a step's micro-batches from the host to the device of `share`; `seq_len`: of whole samples."""
-    if share.device.type == "cpu":
-        return batches
-    ids, tokens, labels = (
-        _copied([getattr(batch, name) for batch in batches], share.device)
-        for name in ("sample_ids", "tokens", "labels")
-    )
-    parts: Sequence[SamplePart | None] = [None if share.documents else share.part_of(None, seq_len)] * len(batches)
-    if share.documents:
-        own = [batch.part for batch in batches if batch.part is not None]
-        rows, positions = (_copied([getattr(p, name) for p in own], share.device) for name in ("rows", "positions"))
-        parts = [replace(part, rows=r, positions=p) for part, r, p in zip(own, rows, positions, strict=True)]
-    return list(map(MicroBatch, ids, tokens, labels, parts))
-
-
-def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[Any]:
-    """Tensors of one shape on a device, in one copy for which the host does not wait; as they are where there are none."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    if not found:
-        return tensors
-    host = torch.empty((len(found), *found[0].shape), dtype=found[0].dtype, pin_memory=device.type == "cuda")
-    return torch.stack(found, out=host).to(device, non_blocking=True).unbind()
-
-
-class ReadAhead(Generic[T]):
-    """Reads for the next step, in a thread, while a step computes.
-
-        thread    | read(2)         | read(3)
-        step      | 1 . . . . . . . | 2 . . . . . . . | 3
-
-    At most one result waits.  A step that wants another one, after a roll-back or a skipped step, reads its own, and the one
-    that was read ahead is dropped, an error too.
-
-    Args:
-        read: called with what identifies a step's samples.
-    """
-
-    def __init__(self, read: Callable[..., T]) -> None:
-        self._read, self._thread = read, ThreadPoolExecutor(1, "read-ahead")
-        self._next: tuple[object, Future[T]] | None = None
-
-    def take(self, wanted: tuple[int, ...], following: tuple[int, ...] | None) -> T:
-        """The result of `read(*wanted)`.  Starts on `read(*following)`.  Raises: what `read(*wanted)` raises."""
-        ahead, self._next = self._next, None
-        result = ahead[1].result() if ahead is not None and ahead[0] == wanted else self._read(*wanted)
-        if following is not None:
-            self._next = following, self._thread.submit(self._read, *following)
-        return result
-
-    def close(self) -> None:
-        """Wait for the thread to end."""
-        self._thread.shutdown(cancel_futures=True)
-
-
-def share_of_each(count: int, micro_batch_size: int, share: BatchShare) -> int:
-    """Samples per dp rank: its slice of `count`, rounded up to whole micro-batches; arguments as `read_batches`."""
-    size = micro_batch_size * share.multiple
-    return -(-count // (share.dp.size * size)) * size

@@ -133,12 +133,12 @@ def _tell_learning_rate(trainer: index.TrainerState, config: RunConfig, position
     steps, updates = config.training.steps, trainer.optimizer_steps
     if position.step >= steps or phases.changes(trainer, config).keys().isdisjoint(phases.KEYS_OF["lr_schedule"]):
         return []
-    now = phases.learning_rate(config.lr_schedule, config.optimizer.lr, steps, position.phase, updates)
+    now = phases.learning_rates(config.lr_schedule, config.optimizer.lr, steps, position.phase)(updates)
     with suppress(Exception):  # a script's schedule may be gone, or not know a step beyond its end
         old_steps, peak = trainer.config["training"]["steps"], trainer.config["optimizer"]["lr"]
         schedule = LrScheduleConfig.model_validate(trainer.config["lr_schedule"])
         phase = phases.current(phases.recorded_phases(trainer))
-        before = phases.learning_rate(schedule, peak, old_steps, phase, updates)
+        before = phases.learning_rates(schedule, peak, old_steps, phase)(updates)
         ended = ", which has ended" if position.step >= old_steps else ""
         by = f"by the checkpoint's schedule of {old_steps} steps{ended}"
         then = f"now {now:.4g}, in a run of {steps} steps"

@@ -7,7 +7,10 @@
 The trainer computes steps.  Whatever else happens in a run is a callback; `callbacks/registry.py` has them in order.
 """
 
+import resource
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,20 +23,20 @@ from megazero.checkpoint.lock import Ownership
 from megazero.comm.agreement import agree
 from megazero.comm.messages import lacks_memory
 from megazero.config import ResolvedRun
-from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize
-from megazero.engine.outline import read_own_schedule, schedule_of
-from megazero.engine.phases import learning_rate
+from megazero.engine.micro_batches import ReadAhead, placed, read_on_host
+from megazero.engine.outline import read_own_schedule
+from megazero.engine.phases import learning_rates
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.registry import added
 from megazero.schedules.proof import ScheduleError
 from megazero.settings import Say
-from megazero.training.batches import ReadAhead, fingerprint_of, open_same_corpus, placed, read_on_host, without_trained
+from megazero.training.batches import fingerprint_of, open_same_corpus, without_trained
 from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
-from megazero.training.callbacks.progress import describe, describe_kernels, recompile_limit_in_a_line
-from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
+from megazero.training.callbacks.progress import announce, recompile_limit_in_a_line
+from megazero.training.callbacks.registry import check_names, make_callbacks
 from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
 from megazero.training.watchdog import Watchdog
 
@@ -67,6 +70,7 @@ class Trainer:
     def __init__(self, run: ResolvedRun, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
         self.resolved, self.state, self.say = run, state, say
+        self.position: Position
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
             corpus = open_same_corpus(config, state.world, say)
@@ -83,13 +87,13 @@ class Trainer:
             start = self.checkpointing.resume(self.engine, corpus.fingerprint, partial(fingerprint_of, config))
             corpus = without_trained(corpus, start.trained, say)
             ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
-            self.position = replace(start, trained={**start.trained, **ends})
+            self._continue_from(replace(start, trained={**start.trained, **ends}))
             self.context = base.RunContext(run, self.engine, corpus, self.position, say)
             self._batches = ReadAhead(self._read)
             closing.callback(self._batches.close)
             agree(self._prepare_run_dir, state.world, OSError)
-            self.callbacks = self._make_callbacks(closing)
-            self._announce()
+            self.callbacks = make_callbacks(self.context, self.checkpointing, self.watchdog, closing)
+            announce(self.context)
             self._closing = closing.pop_all()
         self.loss: float | None = None  # of the last step
         self.val_loss: float | None = None  # of the last evaluation
@@ -129,12 +133,17 @@ class Trainer:
         if self.resolved.config.training.batch_ramp:
             record.metrics["global_batch_size"] = len(record.samples)
         if base.StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
+            # On a CPU the thread would take the step's cores.
+            reads_ahead = self.state.device.type == "cuda" and not is_last
+            self._reading = self._samples_from(first), self._samples_from(end) if reads_ahead else None
+            self.watchdog.at(position.step, TRAINING)
             self._compute(record)
+            self.watchdog.at(position.step, BETWEEN)
         self._ownership.check()
         for callback in self.callbacks:
             decision = callback.after_step(record)
             if decision is base.StepDecision.ROLL_BACK:
-                self.position = self._roll_back(record)
+                self._continue_from(self._roll_back(record))
                 return False  # also where a rank wants to stop: only a later step remembers the samples to leave out
             record.is_last |= decision is base.StepDecision.STOP
         self.position = record.position
@@ -144,32 +153,35 @@ class Trainer:
 
     def _compute(self, record: base.StepRecord) -> None:
         """Train on the samples of a step and note what was measured."""
-        engine, model = self.engine, self.engine.sharded_model
-        config, phase = self.resolved.config, record.position.phase
-        self.watchdog.at(record.step, TRAINING)
-        meter = base.StepMeter(self.state.traffic)
-        # On a CPU the thread would take the step's cores.
-        reads_ahead = self.state.device.type == "cuda" and not record.is_last
-        following = (record.samples.last + 1, phase.first_sample) if reads_ahead else None
-        on_host = self._batches.take((record.samples.first, phase.first_sample), following)
-        batches = placed(on_host, engine.share, config.model.seq_len)
+        engine, model, traffic = self.engine, self.engine.sharded_model, self.state.traffic
+        sent, waited, started = Counter(traffic.by_axis()), traffic.waited_seconds, time.perf_counter()
+        batches = placed(self._batches.take(*self._reading), engine.share, self.resolved.config.model.seq_len)
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
-        updates = model.optimizer.steps_taken
-        lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.training.steps, phase, updates)
+        lr = self._learning_rate(model.optimizer.steps_taken)
         statistics = engine.train_step(batches, lr, raises_non_finite=False)
-        self.watchdog.at(record.step, BETWEEN)
-        record.seconds, record.work_seconds, record.sent_bytes = meter.read()
+        record.seconds = time.perf_counter() - started
+        record.work_seconds = record.seconds - (traffic.waited_seconds - waited)
+        record.sent_bytes = dict(sorted((Counter(traffic.by_axis()) - sent).items()))
         record.statistics, record.lr = statistics, lr
         record.position = replace(record.position, tokens=record.position.tokens + statistics.tokens)
-        record.memory_bytes = base.peak_memory_bytes(self.state.device)
+        record.memory_bytes = peak_memory_bytes(self.state.device)
         record.is_last |= statistics.stop
         record.skipped_steps = None if model.scaler is None else model.skipped_steps
 
-    def _read(self, first: int, stream_starts_at: int) -> list[MicroBatch]:
-        """The micro-batches of the step whose first sample is `first`, on the host."""
-        count, share = self.resolved.samples_after(first) - first, self.engine.share
+    def _continue_from(self, position: Position) -> None:
+        """Set where the run stands, and the learning rate of that phase."""
+        config, steps = self.resolved.config, self.resolved.config.training.steps
+        self.position = position
+        self._learning_rate = learning_rates(config.lr_schedule, config.optimizer.lr, steps, position.phase)
+
+    def _samples_from(self, first: int) -> tuple[int, int, int]:
+        """The arguments of `_read` for the step that begins with sample `first`."""
+        return first, self.resolved.samples_after(first) - first, self.position.phase.first_sample
+
+    def _read(self, first: int, count: int, stream_starts_at: int) -> list[MicroBatch]:
+        """Read a step's micro-batches into the host's memory; see `read_on_host`."""
         size, stream = self.resolved.micro_batch_size, self.context.corpus.train
-        return read_on_host(stream, first, count, size, share, stream_starts_at)
+        return read_on_host(stream, first, count, size, self.engine.share, stream_starts_at)
 
     def _roll_back(self, record: base.StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
@@ -189,28 +201,6 @@ class Trainer:
             callback.on_rollback(position)
         return position
 
-    def _make_callbacks(self, closing: ExitStack) -> list[base.Callback]:
-        """The callbacks of the run; `closing` closes them, the last first, also where making another one fails."""
-        made: list[base.Callback] = []
-
-        def add(callback: base.Callback) -> None:
-            made.append(callback)
-            closing.push(partial(_close, callback, self.say))
-
-        def make() -> None:
-            for name in self.resolved.config.training.callbacks:
-                add(RegisteredCallback(name, self.context))
-
-        agree(make, self.state.world, CallbackError)
-        registered = list(made)
-        every = agree(
-            lambda: callbacks_of(self.context, registered, self.checkpointing, self.watchdog), self.state.world, OSError
-        )
-        for callback in every:
-            if callback not in registered:
-                add(callback)
-        return every
-
     def _prepare_run_dir(self) -> None:
         if self.state.rank:
             return
@@ -224,33 +214,13 @@ class Trainer:
         except OSError as error:
             self.say(f"{saved} could not be written ({error}); the run goes on without it")
 
-    def _announce(self) -> None:
-        """Print what the run is, and what is unusual about its data."""
-        run, config, start = self.resolved, self.resolved.config, self.position
-        self.say(describe(run, self.engine))
-        if self.state.rank:
-            return
-        more = [partial(line, run, schedule_of(run), self.state.device) for line in added("start line").values()]
-        for line_of in (partial(describe_kernels, self.engine), *more):
-            try:
-                self.say(line_of())
-            except Exception as error:  # what is told of a run does not end it
-                self.say(f"a line about the start is missing: {error!r}")
-        stream, steps = self.context.corpus.train, config.training.steps - start.step
-        samples = run.samples_after(start.samples, steps) - start.phase.first_sample  # of this phase
-        borders = without_borders(stream.first_documents()) if config.data.document_mask else []
-        for line in (*repeats([source.path for source in config.data.sources], stream, samples), *borders):
-            self.say(line)
 
-
-def _close(callback: base.Callback, say: Say, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """Close a callback; where the run ends with an error, that error is the one to raise."""
-    try:
-        callback.close()
-    except Exception as failure:
-        if error is None:
-            raise
-        say(f"{failure}")
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process so far, in bytes: allocated on CUDA, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class OutOfMemoryError(RuntimeError):

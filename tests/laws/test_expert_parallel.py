@@ -46,6 +46,7 @@ from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
+from megazero.engine.micro_batches import read_on_host
 from megazero.formats.averaging import average_steps
 from megazero.layers import experts
 from megazero.layers.experts import Router
@@ -53,7 +54,6 @@ from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, divisors
-from megazero.training.batches import read_on_host
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 MODEL = MIXTRAL | {"num_layers": 4, "num_experts": 8, "experts_per_token": 3}

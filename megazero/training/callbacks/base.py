@@ -4,10 +4,6 @@ trainer   computes the step      -> StepRecord(position, loss, ...)
 callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
 """
 
-import resource
-import sys
-import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -17,7 +13,6 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
-from megazero.parallel_state.axis import Traffic
 from megazero.settings import Say
 
 Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]
@@ -169,28 +164,6 @@ class RunSummary:
     sent_bytes: dict[str, int]  # by this rank, per axis
     skipped_steps: int  # that an overflow left without an update, since the start of the run
     stopped: bool  # the run was asked to stop before its last step; it was saved
-
-
-class StepMeter:
-    """Measures a step on this rank, from construction until `read`."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
-        self._started = time.perf_counter()
-
-    def read(self) -> tuple[float, float, dict[str, int]]:
-        """Return the seconds, the seconds without waits for other ranks, and the bytes sent by axis."""
-        seconds = time.perf_counter() - self._started
-        work = seconds - (self._traffic.waited_seconds - self._waited)
-        return seconds, work, dict(sorted((Counter(self._traffic.by_axis()) - self._sent).items()))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: allocated on CUDA, resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def bytes_beside_torch(device: torch.device) -> int:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from rich.live import Live
@@ -16,12 +16,14 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
+from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine
-from megazero.engine.outline import may_compile
+from megazero.engine.outline import may_compile, schedule_of
 from megazero.launchers import ALLOCATOR
 from megazero.layers.attention import torchs_choice
+from megazero.registry import added
 from megazero.settings import Say
-from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord, bytes_beside_torch
 
 _REDRAW_SECONDS = 0.1
 _COLUMNS = 60  # of a bar, at most
@@ -140,6 +142,25 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
         f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
         f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
     )
+
+
+def announce(context: RunContext) -> None:
+    """Print what a run is, and what is unusual about its data.  Called on every rank, before the first step."""
+    run, engine, start, say = context.run, context.engine, context.start, context.say
+    say(describe(run, engine))
+    if engine.state.rank:
+        return
+    more = [partial(line, run, schedule_of(run), engine.state.device) for line in added("start line").values()]
+    for line_of in (partial(describe_kernels, engine), *more):
+        try:
+            say(line_of())
+        except Exception as error:  # a line that describes a run does not end it
+            say(f"a line about the start is missing: {error!r}")
+    stream, data = context.corpus.train, run.config.data
+    samples = run.samples_after(start.samples, run.config.training.steps - start.step) - start.phase.first_sample
+    borders = without_borders(stream.first_documents()) if data.document_mask else []
+    for line in (*repeats([source.path for source in data.sources], stream, samples), *borders):
+        say(line)
 
 
 def describe_kernels(engine: Engine) -> str:

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.comm.agreement import Worker
+from megazero.comm.agreement import Worker, agree
 from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, added, closest
-from megazero.settings import Problem
+from megazero.settings import Problem, Say
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
@@ -177,7 +179,40 @@ def _decided(decision: StepDecision | None, hook: str, *allowed: StepDecision) -
     return decision
 
 
-def callbacks_of(
+def make_callbacks(
+    context: RunContext, checkpointing: Checkpointing, watchdog: Watchdog, closing: ExitStack
+) -> list[Callback]:
+    """Return the callbacks of a run; see `_in_order`.  Called on every rank.
+
+    Args:
+        closing: closes them, the last first, also if making another one fails.
+
+    Raises: CallbackError, OSError.
+    """
+    world, names = context.engine.state.world, context.run.config.training.callbacks
+
+    def closed_at_end(callback: Callback) -> Callback:
+        closing.push(partial(_close, callback, context.say))
+        return callback
+
+    registered = agree(
+        lambda: [closed_at_end(RegisteredCallback(name, context)) for name in names], world, CallbackError
+    )
+    every = agree(lambda: _in_order(context, registered, checkpointing, watchdog), world, OSError)
+    return [callback if callback in registered else closed_at_end(callback) for callback in every]
+
+
+def _close(callback: Callback, say: Say, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Close a callback; where the run ends with an error, that error is the one to raise."""
+    try:
+        callback.close()
+    except Exception as failure:
+        if error is None:
+            raise
+        say(f"{failure}")
+
+
+def _in_order(
     context: RunContext, registered: Sequence[Callback], checkpointing: Checkpointing, watchdog: Watchdog
 ) -> list[Callback]:
     """Return the callbacks of a run, in the order in which they see a step.

@@ -19,9 +19,9 @@ from torch import Tensor
 from megazero.comm.agreement import in_thread, seconds_between_meetings
 from megazero.comm.collectives import all_reduce, from_first, largest
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.engine.micro_batches import share_of_each
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
-from megazero.training.batches import share_of_each
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 
 #: Tokens, and how many of them, the last, are labels.

@@ -1,0 +1,205 @@
+"""The part of each global batch that a rank reads, in micro-batches.
+
+global batch    [ dp 0 | dp 1 | dp 2 | dp 3 ]   each dp rank's slice is cut into micro-batches
+not divisible   [ dp 0 | dp 1 | dp 2 | dp]      samples beyond the end are read, but all labels are masked
+one sample      [ cp 0 | cp 1 ]                 its tokens: the sequence shard of this rank of context parallelism
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import gather_objects
+from megazero.data.sampler import Stream
+from megazero.layers.sample_part import SamplePart, part_of
+from megazero.layers.vocabulary import IGNORED_LABEL
+from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import Axis, ParallelState
+
+_WHOLE = Axis("cp")
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The part of each global batch that a rank needs: its slice over `dp`, and its sequence shard of context
+    parallelism.
+
+    Args:
+        dp: the data-parallel axis.
+        device: where the tensors are.
+        tokens: whether this rank embeds tokens.
+        labels: whether this rank computes a loss.
+        ulysses, ring: the axes of context parallelism.
+        documents: whether attention stays within documents.
+        multiple: a step has a multiple of so many micro-batches, as the schedule asks.
+    """
+
+    dp: Axis
+    device: torch.device
+    tokens: bool
+    labels: bool
+    ulysses: Axis = _WHOLE
+    ring: Axis = _WHOLE
+    documents: bool = False
+    multiple: int = 1
+
+    def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
+        """Return this rank's shard of the samples of a micro-batch; None if it has whole samples of one document each.
+        For the arguments see `layers.sample_part.part_of`.
+
+        Raises:
+            ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
+        """
+        if (lengths is None) == self.documents:
+            raise ValueError("lengths of documents are given where data.document_mask = true, and only there")
+        if lengths is None and self.ulysses.size * self.ring.size == 1:
+            return None
+        return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
+
+    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
+        """Cut this rank's micro-batch out of whole samples.  tokens, labels: [seq, batch]."""
+        if part is not None:
+            tokens, labels = part.cut(tokens), part.cut(labels)
+        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
+
+
+def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
+    """Return the number of samples in each micro-batch.
+
+    Args:
+        seq_len: most tokens of a sample on this rank.
+
+    Raises:
+        ValueError: micro-batches have different numbers of samples, or the shapes of their tensors do not match.
+    """
+    for batch in batches:
+        samples, shapes = batch.sample_ids.numel(), set[tuple[int, ...]]()
+        for name, tensor in (("tokens", batch.tokens), ("labels", batch.labels)):
+            if tensor is not None:
+                shapes.add(tuple(tensor.shape))
+                if tensor.dim() != 2 or tensor.shape[0] > seq_len or tensor.shape[1] != samples or len(shapes) > 1:
+                    raise ValueError(
+                        f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
+                        f"must be [{seq_len}, {samples}], this rank's part of [seq, batch] (engine.share.cut)"
+                    )
+    sizes = {batch.sample_ids.numel() for batch in batches}
+    if len(sizes) != 1:
+        raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
+    return sizes.pop()
+
+
+def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) -> None:
+    """Check that all ranks with the same index in dp, which share samples, have the same documents.  A collective call.
+
+    Raises: ValueError, on every rank.
+    """
+    own = [None if batch.part is None else batch.part.plan.documents for batch in batches]
+    found = set(gather_objects((state.at.dp, tuple(own)), state.world))
+    if len(found) > state.dp.size:
+        hint = "on all ranks of one index of dp, give `BatchShare.part_of` the same lengths. No weight was changed"
+        raise ValueError(f"ranks that share the samples of a micro-batch were given other documents; {hint}")
+
+
+def read_on_host(
+    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, stream_starts_at: int = 0
+) -> list[MicroBatch]:
+    """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
+
+    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Beyond the last
+    sample every label is masked; where attention stays within documents, so is a label of another document than its token.
+    The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
+    """
+    share, end = replace(share, device=torch.device("cpu")), first + count
+    samples_each = share_of_each(count, micro_batch_size, share)
+    own = first + share.dp.index * samples_each
+    indices = np.arange(own, own + samples_each, dtype=np.int64)
+    sample_ids = torch.from_numpy(indices)
+    read = np.minimum(indices, end - 1) - stream_starts_at
+    samples = stream.batch(read) if share.tokens or share.labels else None
+    documents = stream.documents(read) if share.documents else []
+    # Where the next token is of another document.
+    crossing = [np.cumsum(each[:-1] if goes_on else each, dtype=np.int64) - 1 for each, goes_on in documents]
+
+    def cut(start: int) -> MicroBatch:
+        which = slice(start, start + micro_batch_size)
+        lengths = [each for each, _ in documents[which]] if share.documents else None
+        part = share.part_of(lengths, stream.seq_len)
+        if samples is None:
+            return MicroBatch(sample_ids[which], part=part)
+        whole = np.ascontiguousarray(samples[which].T)
+        tokens, labels = whole[:-1], whole[1:]
+        real = max(end - (own + start), 0)
+        if real < micro_batch_size or lengths is not None:
+            labels = labels.copy()
+            labels[:, real:] = IGNORED_LABEL
+            for sample, places in enumerate(crossing[which]):
+                labels[places, sample] = IGNORED_LABEL
+        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), part)
+
+    return [cut(start) for start in range(0, samples_each, micro_batch_size)]
+
+
+def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[MicroBatch]:
+    """Copy a step's micro-batches from the host to the device of `share`; `seq_len`: of whole samples."""
+    if share.device.type == "cpu":
+        return batches
+    ids, tokens, labels = (
+        _copied([getattr(batch, name) for batch in batches], share.device)
+        for name in ("sample_ids", "tokens", "labels")
+    )
+    parts: Sequence[SamplePart | None] = [None if share.documents else share.part_of(None, seq_len)] * len(batches)
+    if share.documents:
+        own = [batch.part for batch in batches if batch.part is not None]
+        rows, positions = (_copied([getattr(p, name) for p in own], share.device) for name in ("rows", "positions"))
+        parts = [replace(part, rows=r, positions=p) for part, r, p in zip(own, rows, positions, strict=True)]
+    return list(map(MicroBatch, ids, tokens, labels, parts))
+
+
+def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[Any]:
+    """Tensors of one shape on a device, in one copy for which the host does not wait; as they are where there are none."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not found:
+        return tensors
+    host = torch.empty((len(found), *found[0].shape), dtype=found[0].dtype, pin_memory=device.type == "cuda")
+    return torch.stack(found, out=host).to(device, non_blocking=True).unbind()
+
+
+def share_of_each(count: int, micro_batch_size: int, share: BatchShare) -> int:
+    """Samples per dp rank: its slice of `count`, rounded up to whole micro-batches; arguments as `read_batches`."""
+    size = micro_batch_size * share.multiple
+    return -(-count // (share.dp.size * size)) * size
+
+
+class ReadAhead:
+    """Reads for the next step, in a thread, while a step computes.
+
+        thread    | read(2)         | read(3)
+        step      | 1 . . . . . . . | 2 . . . . . . . | 3
+
+    At most one result waits.  A step that wants another one, after a roll-back or a skipped step, reads its own, and the one
+    that was read ahead is dropped, an error too.
+
+    Args:
+        read: called with what identifies a step's samples.
+    """
+
+    def __init__(self, read: Callable[..., list[MicroBatch]]) -> None:
+        self._read, self._thread = read, ThreadPoolExecutor(1, "read-ahead")
+        self._next: tuple[object, Future[list[MicroBatch]]] | None = None
+
+    def take(self, wanted: tuple[int, ...], following: tuple[int, ...] | None) -> list[MicroBatch]:
+        """The result of `read(*wanted)`.  Starts on `read(*following)`.  Raises: what `read(*wanted)` raises."""
+        ahead, self._next = self._next, None
+        result = ahead[1].result() if ahead is not None and ahead[0] == wanted else self._read(*wanted)
+        if following is not None:
+            self._next = following, self._thread.submit(self._read, *following)
+        return result
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.shutdown(cancel_futures=True)
