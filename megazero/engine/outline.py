@@ -67,16 +67,11 @@ def read_own_schedule(run: ResolvedRun) -> Schedule | None:
     return GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
 
 
-def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
-    """Return the number of model chunks of each pipeline rank."""
-    return kind.chunks or config.parallel.virtual_stages
-
-
 def schedule_of(run: ResolvedRun) -> Schedule:
     """Return the pipeline schedule of a run, built by name or read from `parallel.schedule_file`."""
     kind = kind_of(run.config)
     build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
-    return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
+    return build(run.config.parallel.pp, run.accumulation, kind.chunks_of(run.config.parallel.virtual_stages))
 
 
 @lru_cache(maxsize=64)

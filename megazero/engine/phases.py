@@ -71,7 +71,7 @@ def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str
     """
     phases, found = recorded_phases(trainer), changes(trainer, config)
     last, accepted = current(phases), config.checkpoint.accept_changes
-    is_same = is_same_data(trainer.data_fingerprint, data_fingerprint)
+    is_same = not changes_between(trainer.data_fingerprint, data_fingerprint)
     # the same data in another path is not a change
     names = [name for name in accepted if name != "data" or not is_same]
     changed = {key: found[key] for name in names for key in KEYS_OF[name] if key in found}
@@ -94,11 +94,6 @@ def begins_anew(changed: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a phase that changes these keys restarts the data, and whether it restarts the learning-rate schedule."""
     keys = changed.keys()
     return not keys.isdisjoint({FINGERPRINT, *KEYS_OF["seq_len"]}), not keys.isdisjoint(KEYS_OF["lr_schedule"])
-
-
-def is_same_data(stored: str, fingerprint: str) -> bool:
-    """Whether two fingerprints are of the same data, as far as they can be compared; see `changes_between`."""
-    return not changes_between(stored, fingerprint)
 
 
 def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
@@ -208,9 +203,9 @@ def check_same_run(
         what = "model" if any(key.startswith("model.") for key in changed) else "run"
         faults.append(f"is of another {what}: {'; '.join(told)}")
     stored = trainer.data_fingerprint
-    is_same = "data" in accepted or is_same_data(stored, data_fingerprint)
+    is_same = "data" in accepted or not changes_between(stored, data_fingerprint)
     if not is_same and "seq_len" in differs and fingerprint_at:
-        is_same = is_same_data(stored, fingerprint_at(model["seq_len"]))
+        is_same = not changes_between(stored, fingerprint_at(model["seq_len"]))
     if not is_same:
         names.append("data")
         faults.append(

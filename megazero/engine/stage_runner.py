@@ -8,7 +8,7 @@ backward_weight(chunk, m) computes the weight gradients that a schedule with W d
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megazero.layers.activation_offload import ActivationStore
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
+#: Returns the gradient of a step's scaled loss with respect to each micro-batch's loss.
+LossGradient: TypeAlias = Callable[[], Tensor]
 
 
 def executors(
@@ -107,7 +109,7 @@ class StageRunner:
         self,
         chunks: Sequence[ChunkRunner],
         model: ShardedModel,
-        loss_gradient: Callable[[], Tensor] | None,
+        loss_gradient: LossGradient | None,
         offload: "ActivationStore | None" = None,
     ) -> None:
         self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient

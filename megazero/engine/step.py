@@ -23,7 +23,7 @@ from megazero.comm.collectives import Pending, all_reduce, numbers_of
 from megazero.config import RunConfig
 from megazero.engine import outline
 from megazero.engine.micro_batches import check_same_documents, check_shapes
-from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
+from megazero.engine.stage_runner import ChunkRunner, LossGradient, StageRunner, executors
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.parallel_state import ParallelState
@@ -46,7 +46,7 @@ class StepEngine:
 
     def __init__(self, config: RunConfig, state: ParallelState, kind: ScheduleKind) -> None:
         self.config, self.state = config, state
-        chunks = outline.chunks_of(config, kind)
+        chunks = kind.chunks_of(config.parallel.virtual_stages)
         placement = kind.placement(state.pp.size, chunks)
         built = outline.build_stages(config, state, placement)
         self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
@@ -140,16 +140,18 @@ class StepEngine:
         self._chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
-        square_sum = torch.zeros_like(loss_sum)
-        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
+        statistics = sum_over_ranks(
+            self.sharded_model, torch.zeros_like(loss_sum), loss_sum, tokens, stop=self.wants_stop()
+        )
         # In an evaluation, the loss scale does not handle a loss that is not finite.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
 
     def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Discard the gradients of the last step, even if it failed."""
         if not torch.is_grad_enabled():
-            hint = "use evaluate there"
-            raise RuntimeError(f"a training step within torch.no_grad or inference_mode has no gradients; {hint}")
+            raise RuntimeError(
+                "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
+            )
         if not self._chunks.training:  # because it walks all modules
             self._chunks.train()
         self.sharded_model.begin_step(len(batches))
@@ -193,20 +195,18 @@ class StepEngine:
         counting.wait()
         return runner.loss_sum, tokens * self._has_head
 
-    def _runner(
-        self, batches: Sequence[MicroBatch], schedule: Schedule, loss_gradient: Callable[[], Tensor] | None
-    ) -> StageRunner:
+    def _runner(self, batches: Sequence[MicroBatch], schedule: Schedule, gradient: LossGradient | None) -> StageRunner:
         for queue in self._wgrad_queues:
             queue.defers = schedule.splits_backward
-        if self.routers is not None and loss_gradient is not None:
-            self.routers.set_grad_scale(loss_gradient)
+        if self.routers is not None and gradient is not None:
+            self.routers.set_grad_scale(gradient)
         for head in self._heads:
             head.keeps_logits = schedule.waiting_losses <= 1
         chunks = [
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
-        return self._new_runner(chunks, self.sharded_model, loss_gradient)
+        return self._new_runner(chunks, self.sharded_model, gradient)
 
     def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
         samples = check_shapes(batches, self.config.model.seq_len // self.state.cp.size)

@@ -15,9 +15,8 @@ from threading import Semaphore
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from megazero.engine.stage_runner import ChunkRunner, StageRunner
+from megazero.engine.stage_runner import ChunkRunner, LossGradient, StageRunner
 from megazero.schedules.action import Action
 from megazero.schedules.executor import Message
 from megazero.zero.sharded_model import ShardedModel
@@ -98,11 +97,7 @@ class PairedStageRunner(StageRunner):
     """Runs the forward and the backward of a pair in turns: one computes while the other waits for an exchange."""
 
     def __init__(
-        self,
-        chunks: Sequence[ChunkRunner],
-        model: ShardedModel,
-        loss_gradient: Callable[[], Tensor] | None,
-        turns: Turns,
+        self, chunks: Sequence[ChunkRunner], model: ShardedModel, loss_gradient: LossGradient | None, turns: Turns
     ) -> None:
         super().__init__(chunks, model, loss_gradient)
         self._turns = turns

@@ -24,7 +24,6 @@ from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
 from megazero.config.derive import micro_batch_multiple
 from megazero.engine.gpt import Engine
-from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.engine.step import sum_over_ranks
 from megazero.models.stages import cut_by_rank
@@ -154,7 +153,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
     """Return the first rank with the same state and traffic: of a stage with equal chunks, a whole number of nodes away."""
     grid, at, dense = run.grid, run.grid.coordinate(rank), run.config.model.first_dense_layers
     kind = schedule_kind_of(run.config)
-    placement = kind.placement(grid.pp, chunks_of(run.config, kind))
+    placement = kind.placement(grid.pp, kind.chunks_of(run.config.parallel.virtual_stages))
     if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
         return rank
     sizes = [
@@ -190,7 +189,7 @@ def _trace(
 
         def run_passes(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
-            schedule = kind.build(parallel.pp, count, chunks_of(config, kind))
+            schedule = kind.build(parallel.pp, count, kind.chunks_of(parallel.virtual_stages))
             driver.run_passes(schedule.ranks[state.at.pp], count)
             return _sent(traffic)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.lock import Ownership
-from megazero.comm.agreement import agree
+from megazero.comm.agreement import agree, on_first
 from megazero.comm.messages import lacks_memory
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, NonFiniteError, Position, initialize
@@ -37,10 +37,7 @@ from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import announce, recompile_limit_in_a_line
 from megazero.training.callbacks.registry import check_names, make_callbacks
-from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
-from megazero.training.watchdog import Watchdog
-
-SAVED_CONFIG = "config.toml"
+from megazero.training.watchdog import BETWEEN, SAVING, TRAINING, Watchdog
 
 
 def train(
@@ -70,7 +67,6 @@ class Trainer:
     def __init__(self, run: ResolvedRun, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
         self.resolved, self.state, self.say = run, state, say
-        self.position: Position
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
             corpus = open_same_corpus(config, state.world, say)
@@ -87,11 +83,12 @@ class Trainer:
             start = self.checkpointing.resume(self.engine, corpus.fingerprint, partial(fingerprint_of, config))
             corpus = without_trained(corpus, start.trained, say)
             ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
-            self._continue_from(replace(start, trained={**start.trained, **ends}))
+            self.position = replace(start, trained={**start.trained, **ends})
+            self._begin_phase()
             self.context = base.RunContext(run, self.engine, corpus, self.position, say)
             self._batches = ReadAhead(self._read)
             closing.callback(self._batches.close)
-            agree(self._prepare_run_dir, state.world, OSError)
+            on_first(self._prepare_run_dir, state.world, OSError)
             self.callbacks = make_callbacks(self.context, self.checkpointing, self.watchdog, closing)
             announce(self.context)
             self._closing = closing.pop_all()
@@ -143,7 +140,8 @@ class Trainer:
         for callback in self.callbacks:
             decision = callback.after_step(record)
             if decision is base.StepDecision.ROLL_BACK:
-                self._continue_from(self._roll_back(record))
+                self.position = self._roll_back(record)
+                self._begin_phase()
                 return False  # also where a rank wants to stop: only a later step remembers the samples to leave out
             record.is_last |= decision is base.StepDecision.STOP
         self.position = record.position
@@ -168,11 +166,10 @@ class Trainer:
         record.is_last |= statistics.stop
         record.skipped_steps = None if model.scaler is None else model.skipped_steps
 
-    def _continue_from(self, position: Position) -> None:
-        """Set where the run stands, and the learning rate of that phase."""
-        config, steps = self.resolved.config, self.resolved.config.training.steps
-        self.position = position
-        self._learning_rate = learning_rates(config.lr_schedule, config.optimizer.lr, steps, position.phase)
+    def _begin_phase(self) -> None:
+        """Compute what stays the same through the current phase."""
+        config, phase = self.resolved.config, self.position.phase
+        self._learning_rate = learning_rates(config.lr_schedule, config.optimizer.lr, config.training.steps, phase)
 
     def _samples_from(self, first: int) -> tuple[int, int, int]:
         """The arguments of `_read` for the step that begins with sample `first`."""
@@ -202,12 +199,10 @@ class Trainer:
         return position
 
     def _prepare_run_dir(self) -> None:
-        if self.state.rank:
-            return
         from megazero.config.document import save_config
 
         (run_dir := Path(self.resolved.config.training.run_dir)).mkdir(parents=True, exist_ok=True)
-        saved = run_dir / SAVED_CONFIG
+        saved = run_dir / "config.toml"
         try:
             if aside := save_config(self.resolved, saved):
                 self.say(f"{saved} was not written by a run: it is kept as {aside}")

@@ -15,26 +15,30 @@ at the heartbeats of the next one, and whoever finds it silent ends, and with it
     ^-----------------'
 """
 
+import json
 import os
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from megazero.comm.agreement import in_thread
 from megazero.comm.collectives import from_first
 from megazero.comm.messages import LostPeerError
+from megazero.launchers import SET_CARDS
 from megazero.parallel_state import ParallelState
+from megazero.settings import listed
 from megazero.terminal import warn
-from megazero.training import heartbeat
 
 T = TypeVar("T")
 
@@ -42,6 +46,167 @@ FLIGHT_RECORDS = "flight-recorder"
 _TICKS_PER_BEAT, _SECONDS_PER_BEAT = 10, 10.0  # at most, unless heartbeats are requested
 _DONE = "it was done"
 _WHOLE_WORLD = 1024  # up to this many ranks, all heartbeats are read; beyond that, those of the axis
+STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evaluating", "saving", "between steps"
+
+# All ranks of these make the same collectives in the same order, so their counts can be compared.
+_IN_STEP = ("tp", "cp", "dp", "dp_cp", "shard", "replica", "world")
+_REQUEST, _OVER, _FOUND = "request", "over", "found"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The current activity of a rank."""
+
+    count: int  # goes up with every heartbeat
+    step: int  # the current step, or the last one
+    phase: str = TRAINING  # one of the above; BETWEEN: in the callbacks after the step
+    operation: str = ""  # the collective that the rank entered or left last
+    axis: str = ""
+    is_inside: bool = False  # the rank is inside that collective
+    seconds: float = 0.0  # since it last made progress: a collective, a pass of a micro-batch, another phase
+    begun: Mapping[str, int] = field(default_factory=dict)  # collectives begun, by axis
+    ended: str = ""  # why the rank has left the run, or is about to; empty while it runs
+    lost: bool = False  # it leaves because it lost a peer itself
+    waits: bool = False  # it makes no progress unless others do
+    at: float = 0.0  # the time of day on its host, in seconds
+
+
+Heartbeats = Mapping[int, Heartbeat]
+
+
+def explain_missing_ranks(
+    axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats
+) -> str:
+    """Describe which ranks have not joined a collective over an axis, and what they are doing.
+
+    Args:
+        axis: name of the axis.
+        ranks: ranks of the collective, without this one.
+        mine: this rank's heartbeat when the failure was noticed.
+        before, after: heartbeats read twice; every living rank has written one in between.
+    """
+    known = sorted({*ranks, *before, *after})
+    texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in known if is_dead(rank, before, after)]
+    for rank, beat in sorted(after.items()):
+        if beat.ended and not beat.lost:
+            texts.append(f"rank {rank} ended in step {beat.step}: {beat.ended}")
+    if texts:
+        return listed(texts, separator="; ")
+
+    def takes_part(beat: Heartbeat) -> bool:
+        if axis in _IN_STEP:
+            return beat.begun.get(axis, 0) >= mine.begun.get(axis, 0)
+        return beat.is_inside and beat.axis == axis
+
+    missing = [rank for rank in ranks if not takes_part(after[rank])]
+    outside = [rank for rank, beat in after.items() if not (beat.is_inside or beat.ended) and beat.step <= mine.step]
+    outside.sort(key=lambda rank: -after[rank].seconds)
+    # A rank that waits for others is no cause. First those of the axis that do something else, then such ranks anywhere.
+    causes = (
+        [rank for rank in outside if rank in missing]
+        or [rank for rank in outside if rank not in ranks]
+        or [rank for rank in ranks if rank in missing or after[rank].ended]
+    )
+    if not causes:
+        return f"all ranks of the axis are alive and take part; look at their network ({axis}), or {SET_CARDS}"
+    return listed([_text_of_living(rank, after[rank]) for rank in causes], separator="; ")
+
+
+def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
+    """Whether a rank has written no heartbeat between two reads, although it has not left the run."""
+    if rank not in after:
+        return True
+    return not after[rank].ended and rank in before and before[rank].count == after[rank].count
+
+
+def waits_for_another(beats: Heartbeats, since: float) -> bool:
+    """Whether a rank that has written a heartbeat since this time of day is doing something that others must wait for."""
+    return any(beat.at >= since and not (beat.waits or beat.ended) for beat in beats.values())
+
+
+def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
+    if beat is None:
+        return f"rank {rank} does not respond (it has sent no heartbeat)"
+    ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
+    return f"rank {rank} does not respond (at its last heartbeat, {ago:.0f} s ago, it was {_doing(beat)})"
+
+
+def _doing(beat: Heartbeat) -> str:
+    words = {TRAINING: "in step", EVALUATING: "evaluating after step", SAVING: "saving step", BETWEEN: "after step"}
+    return f"{words[beat.phase]} {beat.step}" if beat.phase in words else beat.phase
+
+
+def _text_of_living(rank: int, beat: Heartbeat) -> str:
+    if beat.ended:
+        return f"rank {rank} has lost a peer itself: {beat.ended}"
+    doing = _doing(beat)
+    collective = f"{beat.operation} over {beat.axis}"
+    if beat.is_inside:
+        return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"
+    last = f", the last was {collective}" if beat.operation else ""
+    return f"rank {rank} is alive, {doing}, outside any collective for {beat.seconds:.0f} s{last}"
+
+
+def store_of_run(store: Store, run: str) -> Store:
+    """Return the part of the process group's store that belongs to a run, over a new connection.
+
+    Args:
+        store: the store of the process group.
+        run: a name that differs from those of earlier runs in the store.
+    """
+    # A clone, so that the calls of one thread do not block another's. Without one the threads share one connection.
+    with suppress(AttributeError, RuntimeError):
+        store = store.clone()  # type: ignore[attr-defined]  # not in its stubs
+        store.set_timeout(timedelta(seconds=10))
+    return PrefixStore(f"megazero/{run}", store)
+
+
+def missing_keys(store: Store, keys: Sequence[str]) -> list[str]:
+    """Return the keys that nobody has written.
+
+    A store can tell only whether all of some keys exist, so this asks for all keys, and if some are missing for each half.
+    """
+    if not keys or store.check(list(keys)):
+        return []
+    half = len(keys) // 2
+    return missing_keys(store, keys[:half]) + missing_keys(store, keys[half:]) if half else list(keys)
+
+
+class HeartbeatStore:
+    """The heartbeats of a run's ranks.  Args: see `store_of_run`."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store_of_run(store, run)
+
+    def write(self, rank: int, beat: Heartbeat) -> None:
+        """Replace a rank's heartbeat."""
+        self._store.set(str(rank), json.dumps(asdict(beat), separators=(",", ":")))
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """Return the heartbeats of these ranks, as far as they have written any."""
+        keys = [str(rank) for rank in ranks]
+        missing = set(missing_keys(self._store, keys))
+        found = [key for key in keys if key not in missing]
+        texts = self._store.multi_get(found) if found else []
+        return {int(key): Heartbeat(**json.loads(text)) for key, text in zip(found, texts, strict=True)}
+
+    def request(self, *, is_over: bool) -> None:
+        """Ask all ranks for a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""
+        if is_over or not self._store.check([_REQUEST]):
+            self._store.set(_REQUEST, _OVER if is_over else "")
+
+    def tell(self, found: str) -> None:
+        """Tell the other ranks which ranks are lost."""
+        self._store.set(_FOUND, found)
+
+    def told(self) -> str:
+        """Return what another rank has reported about lost ranks; empty if nothing."""
+        return self._store.get(_FOUND).decode() if self._store.check([_FOUND]) else ""
+
+    def requested(self) -> tuple[bool, bool]:
+        """Whether a rank has requested heartbeats, and whether the run is over."""
+        is_requested = bool(self._store.check([_REQUEST]))
+        return is_requested, is_requested and self._store.get(_REQUEST) == _OVER.encode()
 
 
 class Watchdog:
@@ -67,12 +232,12 @@ class Watchdog:
         self._timeout = timeout_seconds
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
-        self._at = (0, heartbeat.STARTING, time.perf_counter())
+        self._at = (0, STARTING, time.perf_counter())
         self._first_steps: dict[str, int] = {}  # by phase
         self._next, self._next_count, self._silent_ticks = (state.rank + 1) % state.world.size, -1, 0
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
-        self._store: heartbeat.HeartbeatStore | None = None
+        self._store: HeartbeatStore | None = None
         self._run = ""  # its name in the store of the process group
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -88,12 +253,12 @@ class Watchdog:
 
     def open_store(self) -> Store | None:
         """The run's part of the store, over a connection of the caller's own; None outside a run of several ranks."""
-        return heartbeat.store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
+        return store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
 
     def __enter__(self) -> Self:
         if self.state.world.size > 1:
             self._run = from_first(uuid.uuid4().hex[:8], self.state.world)
-            self._store = heartbeat.HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
+            self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
             self._store.write(self.state.rank, self._beat())
             self._thread.start()
         return self
@@ -112,7 +277,7 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=max(1.0, self._tick))
 
-    def _beat(self) -> heartbeat.Heartbeat:
+    def _beat(self) -> Heartbeat:
         (step, phase, _), last = self._at, self.state.traffic.last
         collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
@@ -123,9 +288,7 @@ class Watchdog:
         idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)
         # Before the first pass of a step it reads data.
         waits = self._waits_for_others() and (collective[2] or self.state.traffic.advanced > self._at[2])
-        return heartbeat.Heartbeat(
-            self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now
-        )
+        return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now)
 
     def _seconds_without_progress(self) -> float:
         traffic = self.state.traffic
@@ -149,7 +312,7 @@ class Watchdog:
             "its host may be the one that is lost"
         )
 
-    def _compare(self, axis: str, others: Sequence[int], mine: heartbeat.Heartbeat, *, is_over: bool) -> str:
+    def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self.state.world.ranks
         assert store is not None
         if is_over and (found := store.told()):  # another rank has searched: all of them read from one store
@@ -157,14 +320,14 @@ class Watchdog:
         ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else [*others, self._next]
         before = store.read(ranks)
         store.request(is_over=is_over)
-        until, after, silent = time.monotonic() + self._patience, dict[int, heartbeat.Heartbeat](), ranks
+        until, after, silent = time.monotonic() + self._patience, dict[int, Heartbeat](), ranks
         while True:
             time.sleep(self._tick / 2)
             self._write_heartbeat()  # the thread, which does so otherwise, may be the caller
             after |= store.read(silent)  # those alone: all ranks of the world read from one store
-            silent = [rank for rank in silent if heartbeat.is_dead(rank, before, after)]
+            silent = [rank for rank in silent if is_dead(rank, before, after)]
             if time.monotonic() > until or not silent:
-                found = heartbeat.explain_missing_ranks(axis, others, mine, before, after)
+                found = explain_missing_ranks(axis, others, mine, before, after)
                 if is_over and (silent or any(beat.ended and not beat.lost for beat in after.values())):
                     store.tell(found)  # it holds for every axis
                 return found
@@ -195,7 +358,7 @@ class Watchdog:
                 self._check_next_rank(store)
             self._check_own_progress()
 
-    def _check_next_rank(self, store: heartbeat.HeartbeatStore) -> None:
+    def _check_next_rank(self, store: HeartbeatStore) -> None:
         """End a process that waits while the next rank is silent, unless a living rank keeps all waiting.
 
         A rank may be alive and silent: a launch into the full queue of a device holds Python's lock.
@@ -210,7 +373,7 @@ class Watchdog:
         self._silent_ticks = self._silent_ticks + 1 if is_silent else 0  # ticks: who was suspended gives others time
         if self._silent_ticks * self._tick > self.silence_seconds:
             self._write_heartbeat()
-            if not heartbeat.waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
+            if not waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
                 self._give_up(idle)
 
     def _give_up(self, idle: float) -> None:
@@ -239,9 +402,9 @@ class Watchdog:
         or first evaluation: that may take any time.
         """
         (step, phase, _), last = self._at, self.state.traffic.last
-        if self._is_over or phase in (heartbeat.STARTING, heartbeat.SAVING) or last is None:
+        if self._is_over or phase in (STARTING, SAVING) or last is None:
             return self._is_over
-        passes = phase in (heartbeat.TRAINING, heartbeat.EVALUATING) and step != self._first_steps[phase]
+        passes = phase in (TRAINING, EVALUATING) and step != self._first_steps[phase]
         return last.is_inside or (self._is_on_cuda and passes)
 
     def _report(self, idle: float, then: str, *, is_over: bool) -> str:

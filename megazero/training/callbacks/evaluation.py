@@ -12,8 +12,7 @@ from megazero.data.sampler import ValidationStream
 from megazero.engine import Engine, StepStatistics
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
-from megazero.training.heartbeat import BETWEEN, EVALUATING
-from megazero.training.watchdog import Watchdog
+from megazero.training.watchdog import BETWEEN, EVALUATING, Watchdog
 
 if TYPE_CHECKING:
     from megazero.zero.average import WeightAverage
