@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import cos, pi
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint.index import CheckpointError, TrainerState
+from megazero.checkpoint.index import CheckpointError, TrainerState, read_trainer_state
 from megazero.config import RunConfig, resolve
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import load_tokenizer
 from megazero.engine import Position
-from megazero.engine.phases import check_same_run, phases_after
+from megazero.engine.phases import check_same_run, phases_after, position_after
 from megazero.training.resuming import tell_changes
 from tests.tokenizer_files import write_tokenizer
 
@@ -38,6 +39,19 @@ def test_the_same_configuration_has_nothing_to_tell() -> None:
     config = _config()
     assert _told(_written_by(config, 10), config) == []
     assert _told(TrainerState(0, 0, 0, 0, "", config.model.model_dump(), {}, {}, {}), config) == [], "imported"
+
+
+@pytest.mark.parametrize("later", [{}, {"of_a_later_release": 1}])
+def test_a_run_goes_on_from_what_any_release_has_written(tmp_path: Path, later: dict[str, int]) -> None:
+    """The first release wrote these nine keys."""
+    config = _config()
+    counts = {"step": 5, "consumed_samples": 20, "consumed_tokens": 80, "optimizer_steps": 5, "data_fingerprint": "a"}
+    tables = {"model": config.model.model_dump(mode="json"), "config": {}, "shape": {}, "versions": {}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(counts | tables | later))
+    trainer = read_trainer_state(tmp_path)
+    check_same_run("it", config, "a", trainer)
+    position = position_after(trainer, config, "a")
+    assert (position.step, position.samples, position.tokens) == (5, 20, 80)
 
 
 def test_a_run_without_a_step_left_says_so_and_begins_no_phase() -> None:
