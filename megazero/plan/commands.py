@@ -84,8 +84,7 @@ def plan(
         Path | None, typer.Option(help="The plan.json of a run: scale the time by its measured / planned seconds.")
     ] = None,
     keep: Annotated[
-        bool,
-        typer.Option("--keep", help="Write plan.json to training.run_dir, so that train compares the run with it."),
+        bool, typer.Option("--keep", help="Write plan.json to training.run_dir; train compares the run with it.")
     ] = False,
     html: Annotated[Path | None, _FILE(help="Write a page for a browser.")] = None,
     as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers to a file; - prints them alone.")] = None,

@@ -28,10 +28,8 @@ from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import fewest_micro_batches, without_auto
 
-MOST_COMPARED, MOST_MICRO_BATCHES = (
-    64,
-    256,
-)  # largest world, and micro-batches in all, for which every rank is simulated
+#: The largest world, and the most micro-batches of all its ranks, for which every rank is simulated.
+MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256
 _LR = 1e-4
 
 

@@ -247,10 +247,8 @@ def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[StageUnit]
             for layer in layout.layers:
                 key = LayerKey(replace(policies[layer], offload=False), kinds.index(kinds[layer]))
                 units.append(StageUnit(f"layer {layer}", key, policies[layer].offload))
-            first, last = (
-                [StageUnit(EMBEDDING, EMBEDDING)] * layout.has_embedding,
-                [StageUnit(HEAD, HEAD)] * layout.has_head,
-            )
+            first = [StageUnit(EMBEDDING, EMBEDDING)] if layout.has_embedding else []
+            last = [StageUnit(HEAD, HEAD)] if layout.has_head else []
             found[-1].append([*first, *units, *last])
     return found
 
