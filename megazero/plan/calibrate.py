@@ -189,7 +189,9 @@ def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
             name = about[0] if kind == "operator" else kind
             samples[name].append((about[-1], median(times[kind, *about])))
     keys = sorted(key[1:] for key in times if key[0] == "product")
-    products = tuple(MeasuredProduct(*key, median(times["product", *key])) for key in keys)
+    products = tuple(
+        MeasuredProduct(dtype, m, n, k, median(times["product", dtype, m, n, k])) for dtype, m, n, k in keys
+    )
     host = (min if on_gpu else median)(times["host",])
     operators = {name: tuple(sorted(found)) for name, found in samples.items()}
     return OperatorTable(products, operators, host).scaled(median(times["probe",]))
