@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Processes that run tests at once; each test starts up to 8 ranks of its own.
-JOBS ?= 2
+# Processes that run tests at once, each with up to 8 ranks of its own.  A third one works while the tests of two wait for a clock.
+JOBS ?= 3
 
 .PHONY: help quickstart test test-fast chaos lint types bench docs clean
 .DEFAULT_GOAL := help

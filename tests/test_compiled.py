@@ -246,13 +246,13 @@ def _ahead(rank: int, run: ResolvedRun) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("sections", [
-    {"parallel": {"pp": 2, "schedule": "zbv"}},
+    {"parallel": {"pp": 2, "schedule": "zbv"}, "model": {"num_layers": 4}},
     {"parallel": {"tp": 2}, "activations": {"recompute": "selective", "offload": "host"}, "zero": {"stage": 3}},
     {"parallel": {"cp": 2, "cp_method": "ring"}, "data": {"document_mask": True}, "zero": {"stage": 2}},
 ])  # fmt: skip
 def test_what_is_compiled_ahead_is_all_and_changes_no_bit(sections: dict[str, Any]) -> None:
     """On every stage at the same time: no message of the pipeline is sent meanwhile."""
-    run = run_of(2, model=LLAMA | {"dropout": 0.1, "num_layers": 4}, **sections)
+    run = run_of(2, **sections | {"model": LLAMA | {"dropout": 0.1} | sections.get("model", {})})
     for (without, none, later), (with_, ahead, after) in run_world(2, _ahead, run):
         assert with_ == without
         assert (none, ahead, after) == (0, later, later)

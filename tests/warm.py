@@ -7,6 +7,7 @@ import ctypes
 import pkgutil
 import re
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from harness import DEVICE
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, whole
 
 import megazero
+from megazero.layers.linear import product_t
 
 for _module in pkgutil.walk_packages(megazero.__path__, "megazero."):
     if _module.name not in ("megazero.cli.__main__", "megazero.training.callbacks.tasks"):  # lm_eval's 1,000 modules
@@ -28,6 +30,11 @@ if DEVICE.type == "cpu" and not torch.cuda.device_count():  # nothing can be for
         _engine.train_step(micro_batches(_run, _engine.state, 0), LR)
         whole(_engine, "model")
         _engine.sharded_model.close()
+    # oneDNN compiles a product for each new shape: here those of micro-batches and shards of the tests' small models
+    for _rows, _columns, _inner in product((16, 32, 64, 128), (16, 32, 64, 128), (16, 32, 64)):
+        _x, _w, _gradient = torch.ones(_rows, _inner), torch.ones(_columns, _inner), torch.ones(_rows, _columns)
+        for _factors in ((_x, _w), (_gradient, _w.t()), (_gradient.t(), _x.t())):
+            product_t(*_factors)
 
 
 def _use_huge_pages() -> None:
