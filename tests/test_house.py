@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megazero"
 ANNEXES = {"cpu", "deepspeed", "formats", "plan"}
-MOST_LOADED = 110
+MOST_LOADED = 99
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -54,7 +54,7 @@ def test_the_trunk_imports_no_annex() -> None:
 
 
 def test_a_run_loads_few_files() -> None:
-    """Tiny files of one idea that are always loaded together are one file.  The number only falls; 110 are wanted."""
+    """Tiny files of one idea that are always loaded together are one file.  The number only falls."""
     code = (
         "import sys, megazero.training.trainer; print(*(one for one in sys.modules if one.split('.')[0] == 'megazero'))"
         "; assert 'torch._dynamo' not in sys.modules, 'the compiler is loaded before anything compiles'"
