@@ -12,7 +12,6 @@ from worlds import LLAMA, run_of, state_on
 
 from megazero import registry
 from megazero.config import ResolvedRun
-from megazero.training.callbacks.base import StepRecord
 from megazero.training.trainer import Trainer, train
 
 PACKAGE = Path(__file__).parent.parent / "megazero"
@@ -22,16 +21,18 @@ ANNEXES = {table.parent.name for table in PACKAGE.glob("*/annex.toml")}
 
 def _entered(rank: int, run: ResolvedRun) -> list[str]:
     """The package's files of which the second step, or the thread that reads for it, calls a function."""
-    found, intact, intact_read = set[str](), Trainer._compute, Trainer._read
+    found, intact, intact_read = set[str](), Trainer._step, Trainer._read
 
     def note(frame: Any, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name != "<module>":  # one that is imported now was called by nobody yet
             found.add(frame.f_code.co_filename)
 
-    def compute(self: Trainer, record: StepRecord) -> None:
-        sys.setprofile(note if record.step == 2 else None)
+    def step(self: Trainer) -> bool:
+        if self.position.step == 1:
+            self.callbacks.clear()
+            sys.setprofile(note)
         try:
-            intact(self, record)
+            return intact(self)
         finally:
             sys.setprofile(None)
 
@@ -43,14 +44,14 @@ def _entered(rank: int, run: ResolvedRun) -> list[str]:
         finally:
             sys.setprofile(before)  # on a CPU the step itself reads
 
-    Trainer._compute, Trainer._read = compute, read  # type: ignore[method-assign]
+    Trainer._step, Trainer._read = step, read  # type: ignore[method-assign]
     registry._tables = list  # type: ignore[assignment]
     train(run, state_on(rank, run), lambda _: None)
     return [str(Path(file).relative_to(PACKAGE)) for file in found if Path(file).is_relative_to(PACKAGE)]
 
 
 def test_the_core_path_is_what_a_step_enters_at_zero_0_1_and_3(tmp_path: Path) -> None:
-    """Of Llama on two ranks over gloo, without annexes, in `Trainer._compute`: what follows it is callbacks."""
+    """Of Llama on two ranks over gloo, without annexes, in `Trainer._step` without callbacks."""
     entered = set[str]()
     for stage in (0, 1, 3):
         training = {"run_dir": str(tmp_path / str(stage)), "steps": 2, "micro_batch_size": 2, "accumulation": 2}

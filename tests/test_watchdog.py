@@ -27,19 +27,17 @@ from megazero.comm.messages import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.parallel_state.axis import Traffic
-from megazero.training.watchdog import (
+from megazero.training.heartbeat import (
     BETWEEN,
     EVALUATING,
-    FLIGHT_RECORDS,
     SAVING,
     STARTING,
     TRAINING,
     Heartbeat,
     HeartbeatStore,
-    Watchdog,
-    _within,
     explain_missing_ranks,
 )
+from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
 MINE = Heartbeat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
 WAITING = Heartbeat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})

@@ -37,7 +37,8 @@ from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import announce, recompile_limit_in_a_line
 from megazero.training.callbacks.registry import check_names, make_callbacks
-from megazero.training.watchdog import BETWEEN, SAVING, TRAINING, Watchdog
+from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
+from megazero.training.watchdog import Watchdog
 
 
 def train(
@@ -169,11 +170,12 @@ class Trainer:
     def _begin_phase(self) -> None:
         """Compute what stays the same through the current phase."""
         config, phase = self.resolved.config, self.position.phase
+        self._stream_start = phase.first_sample
         self._learning_rate = learning_rates(config.lr_schedule, config.optimizer.lr, config.training.steps, phase)
 
     def _samples_from(self, first: int) -> tuple[int, int, int]:
         """The arguments of `_read` for the step that begins with sample `first`."""
-        return first, self.resolved.samples_after(first) - first, self.position.phase.first_sample
+        return first, self.resolved.samples_after(first) - first, self._stream_start
 
     def _read(self, first: int, count: int, stream_starts_at: int) -> list[MicroBatch]:
         """Read a step's micro-batches into the host's memory; see `read_on_host`."""

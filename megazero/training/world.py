@@ -28,8 +28,8 @@ from megazero.engine.phases import values_by_key
 from megazero.launchers import ALLOCATOR, stay_near
 from megazero.parallel_state import Links, ParallelState
 from megazero.settings import listed
+from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
-from megazero.training.watchdog import missing_keys
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
 SHARE_DEVICE = "MEGAZERO_SHARE_DEVICE"  # for tests only: where it is set, several ranks may compute on one CUDA device

@@ -21,8 +21,9 @@ from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
 from megazero.settings import Say, hide_passwords
 from megazero.training.callbacks.base import Callback, StepRecord
+from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
-from megazero.training.watchdog import BETWEEN, SAVING, Watchdog
+from megazero.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megazero.checkpoint.retention import Pruner

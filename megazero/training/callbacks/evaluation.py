@@ -12,7 +12,8 @@ from megazero.data.sampler import ValidationStream
 from megazero.engine import Engine, StepStatistics
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
-from megazero.training.watchdog import BETWEEN, EVALUATING, Watchdog
+from megazero.training.heartbeat import BETWEEN, EVALUATING
+from megazero.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megazero.zero.average import WeightAverage
