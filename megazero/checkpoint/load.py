@@ -144,7 +144,9 @@ class OpenCheckpoint:
     def read(self) -> None:
         """Overwrite this rank's masters and moments.  Collective; called through `ShardedModel.load`.
 
-        Raises: CheckpointError: on every rank: the storage fails.  What was read until then has been overwritten.
+        Raises:
+            CheckpointError: on every rank: the storage failed.  Masters and moments read before the failure are already
+                overwritten.
         """
         copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)

@@ -47,17 +47,17 @@ def kept_steps(
     steps = sorted(val_losses)
     if not policy.keep_last:
         return set(steps)
-    kept = set(steps[-policy.keep_last :])
+    retained = set(steps[-policy.keep_last :])
     if policy.keep_every_steps:
-        kept |= {step for step in steps if step % policy.keep_every_steps == 0}
+        retained |= {step for step in steps if step % policy.keep_every_steps == 0}
     evaluated = sorted((loss, step) for step, loss in val_losses.items() if loss is not None and isfinite(loss))
     better: Counter[str] = Counter()  # for each evaluated step, the number of better ones on the same data
     for _, step in evaluated:
         read = (data or {}).get(step, "")
         if better[read] < policy.keep_best:
-            kept.add(step)
+            retained.add(step)
         better[read] += 1
-    return kept
+    return retained
 
 
 class Pruner:
@@ -87,9 +87,9 @@ class Pruner:
         """
         if not self._policy.keep_last:
             return [], []
-        keep, remove, unfinished = on_first(self._plan, self._world, index.CheckpointError)
+        retained, remove, unfinished = on_first(self._plan, self._world, index.CheckpointError)
         damage: list[str] = []
-        for name in reversed(keep if remove else []):
+        for name in reversed(retained if remove else []):
             intact = self._root.child(name)
             if not (found := find_damage_together(intact, self._world, by_hash=self._policy.by_hash)):
                 # what is newer than this one may be intact, too
@@ -99,7 +99,7 @@ class Pruner:
         else:
             if remove:
                 raise index.CheckpointError(
-                    f"of the checkpoints to keep in {self._root} ({', '.join(keep) or 'none'}) none is intact: "
+                    f"of the checkpoints to keep in {self._root} ({', '.join(retained) or 'none'}) none is intact: "
                     f"{', '.join(remove)} not removed\n" + "\n".join(damage)
                 )
 
@@ -127,11 +127,11 @@ class Pruner:
                 losses[step] = index.val_loss_of(folder)
             except index.CheckpointError:
                 unknown.add(step)  # it may be the best one
-        kept = kept_steps(losses, self._policy, data) | unknown
+        retained = kept_steps(losses, self._policy, data) | unknown
         old = [folder for folder in folders if complete and index.step_of(folder) < max(complete)]
         return (
-            [folder.name for step, folder in complete.items() if step in kept],
-            [folder.name for step, folder in complete.items() if step not in kept],
+            [folder.name for step, folder in complete.items() if step in retained],
+            [folder.name for step, folder in complete.items() if step not in retained],
             [folder.name for folder in old if folder not in complete.values() and _is_ours(folder)],
         )
 

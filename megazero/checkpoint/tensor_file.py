@@ -99,7 +99,10 @@ class StoredTensor:
 
 
 def open_tensors(folder: Folder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of one safetensors file, and its metadata.  Raises: as `read_errors`, also for unknown dtypes."""
+    """Open a safetensors file and return its tensors and its metadata.
+
+    Raises: the errors of `read_errors`, also if the file has an unknown dtype.
+    """
     path = f"{folder}/{name}"
     with read_errors(path):
         read_bytes = folder.open(name)

@@ -224,10 +224,10 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     """Concatenate every rank's `shard` into `out`, in rank order.
 
     Args:
-        out: n times as long as `shard` in dimension 0; contiguous.
-        shard: contiguous; may be this rank's own part of `out`.
-        label: describes the gather.  Ranks must gather in the same order: if their labels differ, `wait`, or on a GPU
-            the next `check_order`, raises OrderError with both labels.
+        out: contiguous; in dimension 0 it is as long as the shards of all ranks together.
+        shard: contiguous; may be this rank's slice of `out`.
+        label: names the gather in errors.  Ranks must gather in the same order: if their labels differ, `wait`, or on a
+            GPU the next `check_order`, raises OrderError with both labels.
     """
     _check_fits(axis, out, shard, fits=_is_whole(out, shard, axis))
     if axis.size == 1:

@@ -28,7 +28,10 @@ def gather_and_multiply(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
 
 
 def multiply_and_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """This rank's rows of the sum over the axis of x @ weight.T.  [n, ..., k], [m, k] -> [n / axis size, ..., m]."""
+    """Compute x @ weight.T, sum it over the axis, and return this rank's rows of the sum.
+
+    x: [n, ..., k], weight: [m, k] -> [n / axis size, ..., m].
+    """
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, axis.process_group.group_name)
     axis.traffic.add(axis.name, "reduce_scatter", y.nbytes * (axis.size - 1))
     return y

@@ -92,8 +92,8 @@ def open_corpus(
         windows = replace(windows, content=identity.content)
         _check_fits(name, identity, tokenizer, own, vocab_size)
         contents.append(identity.content)
-        kept, last = split(windows, validation_fraction, name)
-        training.append(kept)
+        trained, last = split(windows, validation_fraction, name)
+        training.append(trained)
         validation += [] if last is None else [last]
     fingerprint = fingerprint_of((seq_len, int(seed), float(validation_fraction), weights), own.fingerprint, contents)
     by_source = dict(zip((name for name, _ in sources), contents, strict=True))
@@ -113,15 +113,15 @@ def split(windows: Windows, validation_fraction: float, name: str = "the source"
     if validation_fraction == 0:
         return windows, None
     held_out = int(windows.count * Fraction(str(validation_fraction)))
-    kept = windows.count - held_out
-    if not (held_out and kept):
+    trained = windows.count - held_out
+    if not (held_out and trained):
         side = "training" if held_out else "validation"
         fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
         if windows.count < 2:
             fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
         found = f"{name}'s {windows.count:,} windows"
         raise UnfitDataError(f"{validation_fraction=} leaves none of {found} for {side}; {fix}")
-    return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
+    return replace(windows, count=trained), replace(windows, first=windows.first + trained, count=held_out)
 
 
 def is_raw(path: Path) -> bool:

@@ -37,7 +37,7 @@ class DataError(ValueError):
 
 
 class UnfitDataError(DataError):
-    """The data of a run is intact, but does not fit the configuration."""
+    """The data is intact, but does not fit the run's configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class SampleStream(Stream):
         self._blend, self._seed = Blend(weights), seed
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how many times the first `samples` samples read each source."""
+        """Return how often each source has been read when the first `samples` samples have been read."""
         total = sum(self._blend.weights)
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]

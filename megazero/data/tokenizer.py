@@ -126,7 +126,7 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def fingerprint_of(content: bytes, eod_token: str) -> str:
-    """Compute the fingerprint of a tokenizer file and the token that ends its documents."""
+    """Return the fingerprint of a tokenizer file together with the token that ends documents."""
     return xxhash.xxh3_64_hexdigest(content + b"\0" + eod_token.encode())
 
 
@@ -196,7 +196,7 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str 
         return ByteTokenizer()
     path = tokenizer_path(os.fspath(name))
     if not os.path.isfile(path):
-        meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
+        meant = did_you_mean([f'"{known}"' for known in closest(str(name), ["byte"])], f"there is no file {path}")
         is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name))
         meant += ", and none could be fetched from the Hugging Face hub" * bool(_HUB_ID.fullmatch(str(name)))
         step = _NEXT_STEP.format("ORG/MODEL" if os.path.isdir(name) or not is_id else name)

@@ -73,12 +73,12 @@ class Engine(StepEngine):
         tokens = torch.zeros(seq_len, samples, dtype=torch.int64, device=device)
         part = self.share.part_of([[seq_len]] * samples if self.share.documents else None, seq_len)
         batches = [self.share.cut(torch.arange(samples, device=device), tokens, tokens, part)] * count
-        schedule, one = self._executor_of(batches, trains=True).schedule, torch.ones((), device=device)
+        schedule, unit_gradient = self._executor_of(batches, trains=True).schedule, torch.ones((), device=device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self.state.traffic.uncounted():
             for trains in (True, False) if evaluates else (True,):
                 self._begin_step(batches)
                 self._chunks.train(trains)
-                runner = self._runner(batches, schedule, (lambda: one) if trains else None)
+                runner = self._runner(batches, schedule, (lambda: unit_gradient) if trains else None)
                 for chunk, stage in enumerate(self._stages):
                     x = None if stage.embedding is not None else self._new_activation(samples, None)
                     with torch.set_grad_enabled(trains):

@@ -80,9 +80,14 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
 
 
 def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> OptimizerRecipe:
-    """Return the recipe of the configured optimizer.  It has a parameter group with weight decay, one without, and, for
-    an optimizer of matrices or with muP, one of matrices.  With muP its rate falls with the width, and its product with the
-    weight decay stays.
+    """Return the recipe of the configured optimizer.
+
+    It has a parameter group with weight decay and one without; with muP, or if the optimizer updates whole matrices, a
+    third group holds the matrices.  With muP the learning rate of the matrices falls as the model gets wider, and its
+    product with the weight decay stays the same.
+
+    Args:
+        width_ratio: the model's width over the width that the learning rate was tuned for; 1 without muP.
 
     Source: Yang et al. 2022, table 8, and `MuAdam` of their package `mup` (the decay).
     """

@@ -199,9 +199,9 @@ def check_same_run(
         changed["data.document_mask"] = (mask[0], mask[1])
     names, faults = [name for name, keys in KEYS_OF.items() if changed.keys() & {*keys}], []
     if changed:
-        told = [f"{key} is {_shown(new)}, the checkpoint has {_shown(old)}" for key, (old, new) in changed.items()]
+        texts = [f"{key} is {_shown(new)}, the checkpoint has {_shown(old)}" for key, (old, new) in changed.items()]
         what = "model" if any(key.startswith("model.") for key in changed) else "run"
-        faults.append(f"is of another {what}: {'; '.join(told)}")
+        faults.append(f"is of another {what}: {'; '.join(texts)}")
     stored = trainer.data_fingerprint
     is_same = "data" in accepted or not changes_between(stored, data_fingerprint)
     if not is_same and "seq_len" in differs and fingerprint_at:

@@ -148,11 +148,11 @@ class StageRunner:
         inputs, edges = self._saved.pop((chunk, microbatch))
         assert self._loss_gradient is not None
         grads = grad or (self._loss_gradient(),)
-        paired = [(edge, one) for edge, one in zip(edges, grads, strict=True) if edge is not None]
+        paired = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         wgrad_queue = self._chunks[chunk].wgrad_queue
         wgrad_queue.begin_pass()
         try:
-            torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
+            torch.autograd.backward([edge for edge, _ in paired], [grad for _, grad in paired])
         except BaseException:
             forget_failed_backward()  # otherwise the tensors it saved stay until the next backward
             raise

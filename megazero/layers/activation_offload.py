@@ -144,7 +144,7 @@ class OffloadedLayer(SavedTensorHooks):
     @property
     def kept(self) -> list[ArenaStorage]:
         """The storages that the layer saved and still needs, in the order of the forward."""
-        return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
+        return list(dict.fromkeys(storage for reference in self._kept if (storage := reference()) is not None))
 
 
 class ActivationStore:
@@ -236,13 +236,13 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known, _ = self._storages.get(key, (None, None))
-        kept = None if known is None else known()
-        if kept is None:
-            kept = ArenaStorage(tensor, self.pool, self.copier)
+        arena_storage = None if known is None else known()
+        if arena_storage is None:
+            arena_storage = ArenaStorage(tensor, self.pool, self.copier)
             if not self.on_host:
-                kept.leave()
-            self._storages[key] = weakref.ref(kept), StorageWeakRef(storage)
-        return kept
+                arena_storage.leave()
+            self._storages[key] = weakref.ref(arena_storage), StorageWeakRef(storage)
+        return arena_storage
 
     def _bring(self, layer: OffloadedLayer | None) -> None:
         if layer is not None:

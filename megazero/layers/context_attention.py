@@ -143,12 +143,12 @@ class Ring:
             its_calls, given = self._calls(part, source, q, k), (grad, q, keys, values, out, lse)
             of_keys.add_and_pass_on([(call.keys, *gradients(call, _EVERY_HEAD, *given)) for call in its_calls])
 
-        for visit in _visits(k, v, self.axis):
-            if visit[0] == here:
+        for arrival in _visits(k, v, self.axis):
+            if arrival[0] == here:
                 use_own_keys(own[0])
             else:
-                use_keys_of(*visit)
-            del visit  # frees the buffer of these keys
+                use_keys_of(*arrival)
+            del arrival  # frees the buffer of these keys
         for heads in own[1:]:
             use_own_keys(heads)
         return dq.total()

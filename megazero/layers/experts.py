@@ -501,10 +501,12 @@ class Router(nn.Module):
 
 
 class SigmoidRouter(Router):
-    """As `Router`, by sigmoids and a bias, which balances experts without a loss.
+    """A `Router` that scores experts by sigmoids, and balances them by a bias instead of a loss.
 
-    The bias touches the choice only, never the gates.  After a step, `update_bias` makes experts less attractive that
-    got more tokens than the mean.  Source: DeepSeek-AI 2024 (V3), section 2.1.2; Wang et al. 2024.
+    The bias affects only which experts are chosen, never the gates.  After a step, `update_bias` lowers the bias of
+    experts that got more tokens than the mean, and raises that of the others.
+
+    Source: DeepSeek-AI 2024 (V3), section 2.1.2; Wang et al. 2024.
     """
 
     of_group = 2
@@ -525,7 +527,10 @@ class SigmoidRouter(Router):
 
     @torch.no_grad()
     def update_bias(self, tokens: Tensor, rate: float) -> None:
-        """Move the bias by `rate` against the load.  tokens: fp64 [experts], of the global batch, so equal on all ranks."""
+        """Lower the bias of experts with more tokens than the mean by `rate`, and raise that of those with fewer.
+
+        tokens: fp64 [experts], of the global batch, so every rank computes the same bias.
+        """
         self.bias.add_((tokens.mean() - tokens).sign().float(), alpha=rate)
 
 

@@ -102,7 +102,7 @@ def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
 
 
 def quantise_alone(x: Tensor, block: int) -> Quantised:
-    """Round a matrix to e4m3, if this rank holds all elements that share a scale."""
+    """Round a matrix to e4m3 without communication: this rank must hold all elements that share a scale."""
     return quantise(x, maxima(x, block), block)
 
 
@@ -133,7 +133,7 @@ def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_grouped_mm(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
-    """Multiply each row of a by its expert's matrix with torch's grouped fp8 kernel, which has one scale for a row."""
+    """Multiply each row of a by its expert's matrix with torch's grouped fp8 kernel, which takes one scale per row."""
     scales = a.scales.squeeze(-1), b.scales.squeeze(-1)
     matrices = b.values.transpose(1, 2)
     return torch._scaled_grouped_mm(a.values, matrices, *scales, offs=groups.ends, out_dtype=dtype, use_fast_accum=True)

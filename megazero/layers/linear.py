@@ -147,16 +147,15 @@ _Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]
 
 
 class WeightGradQueue:
-    """Passes weight gradients of linear layers to the gradient accumulator, past autograd: at once, or later on
-    request.
+    """The weight gradients of linear layers, on their way to the gradient accumulator without autograd.
 
-    While `defers` is set, a backward pass computes only input gradients and queues the rest.  `run_oldest` computes the
-    queued gradients of one backward pass, oldest first, so that gradients add up in micro-batch order.  Autograd gets
-    what `add_now` returns.
+    They are computed at once or, while `defers` is set, later: a backward pass then computes only input gradients and
+    queues the weight gradients.  `run_oldest` computes the queued gradients of one backward pass, oldest pass first, so
+    that gradients add up in the order of the micro-batches.  A layer returns to autograd whatever `add_now` returns.
 
     Attributes:
         defers: queue gradients instead of computing them at once.
-        accumulator: adds gradients up; None: gradients that are not queued are returned to autograd.
+        accumulator: adds up the gradients; None: gradients that are not queued are returned to autograd.
     """
 
     def __init__(self) -> None:

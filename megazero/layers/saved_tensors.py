@@ -137,9 +137,9 @@ def keep(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.detach(), tensor._version  # detached: a result that its own node holds would never be freed
 
 
-def kept_tensor(kept: tuple[Tensor, int]) -> Tensor:
+def kept_tensor(saved: tuple[Tensor, int]) -> Tensor:
     """Return the tensor that `keep` saved.  Raises: RuntimeError: it has changed since."""
-    tensor, version = kept
+    tensor, version = saved
     if tensor._version != version:  # autograd does not check tensors that pass through hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "

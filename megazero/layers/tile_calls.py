@@ -71,7 +71,7 @@ def calls(
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
         if where is not None:
-            return _few_calls(tables, window, *where, apart=takes_cudnn(q, k))
+            return _few_calls(tables, window, *where, separates_long=takes_cudnn(q, k))
         one_by_one = _one_by_one(tables, window)
         return [part for tile in one_by_one for part in tile.in_parts(kernel, q, k)]
 
@@ -98,7 +98,7 @@ class OneTile:
         return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
 
     def in_parts(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
-        """Split this tile into the calls of a kernel."""
+        """Split this tile into the calls that a kernel needs for it."""
         parts = kernel.cut(self.tile, self.window, q, k)
         return [replace(self, tile=tile, kernel=kernel, heads=piece) for tile, piece in parts]
 
@@ -255,11 +255,11 @@ def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
 
 
 def _few_calls(
-    tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device, *, apart: bool
+    tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device, *, separates_long: bool
 ) -> list[Call]:
     """Make one call for all tiles with the same `Sight`.  A single table applies to all samples.
 
-    apart: give long documents their own calls.
+    separates_long: give long documents their own calls.
     """
     found: list[Call] = []
     tables = [_first_rows_apart(table, window) for table in tables]
@@ -276,14 +276,14 @@ def _few_calls(
         chosen = chosen * batch if len(chosen) == 1 else chosen
         sample, table = np.repeat(np.arange(batch), [len(tiles) for tiles in chosen]), np.concatenate(chosen)
         rows = table[:, 1] - table[:, 0]
-        long = (rows >= _LEAST_ROWS) & (apart and sight == CAUSAL and rows.sum() == batch * seq)
+        long = (rows >= _LEAST_ROWS) & (separates_long and sight == CAUSAL and rows.sum() == batch * seq)
         others = np.flatnonzero(~long)
         packed = [
             PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device)
             for tiles in (others[chosen] for chosen in _apart((sample * seq)[others], table[others]))
         ]
         documents = np.column_stack([sample, table[:, 0], rows])[long].tolist()
-        found += [Documents([(*one, _tile_of(one[2])) for one in documents], packed)] if documents else packed
+        found += [Documents([(*rows, _tile_of(rows[2])) for rows in documents], packed)] if documents else packed
     return found
 
 

@@ -157,10 +157,10 @@ def _ranges_of(firsts: Ints, sizes: Ints) -> TokenRanges:
     first, size = firsts.copy(), sizes.copy()
     size[adjacent, 0] += size[adjacent, 1]
     size[adjacent, 1] = 0
-    kept = size.ravel() > 0
-    length = size.ravel()[kept]
-    document = np.repeat(np.arange(len(sizes), dtype=np.int64), 2)[kept]
-    return TokenRanges(document, first.ravel()[kept], length.cumsum() - length, length)
+    filled = size.ravel() > 0
+    length = size.ravel()[filled]
+    document = np.repeat(np.arange(len(sizes), dtype=np.int64), 2)[filled]
+    return TokenRanges(document, first.ravel()[filled], length.cumsum() - length, length)
 
 
 def tiles_of(table: Ints) -> tuple[Tile, ...]:
@@ -259,7 +259,7 @@ class _Boxes:
         q_stop = np.minimum(self.q_first + self.q_size, self.k_first + self.k_size - 1 + reach)
         k_first = np.maximum(self.k_first, q_first - reach + 1)
         k_stop = np.minimum(self.k_first + self.k_size, q_stop)
-        kept = (q_first < q_stop) & (k_first < k_stop)
+        is_left = (q_first < q_stop) & (k_first < k_stop)
         columns = (
             self.document,
             self.q_row + q_first - self.q_first,
@@ -269,7 +269,7 @@ class _Boxes:
             k_first,
             k_stop - k_first,
         )
-        return _Boxes(*(column[kept] for column in columns))
+        return _Boxes(*(column[is_left] for column in columns))
 
     def _seen(self, window: int | None) -> NDArray[np.bool_]:
         """Whether every query of a box sees every key."""

@@ -204,14 +204,15 @@ def grad_logits_of(
     Returns: [tokens, rows], in the dtype of `scores`.
     """
     wide = scores.float()
-    slope = None if cap is None else (1 - (wide / cap).square()).clamp_(min=0)  # 0 for padding, where it would be -inf
+    # The cap's derivative; 0 for padding, where it would be -inf.
+    grad_cap = None if cap is None else (1 - (wide / cap).square()).clamp_(min=0)
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
     grad_logits = wide.mul_((scale * weight).unsqueeze(-1))
     at = local.unsqueeze(-1)
     of_labels = ((of_label * weight - 1) * scale).unsqueeze(-1)
     grad_logits.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), grad_logits.gather(-1, at)))
-    return (grad_logits if slope is None else grad_logits.mul_(slope)).to(scores.dtype)
+    return (grad_logits if grad_cap is None else grad_logits.mul_(grad_cap)).to(scores.dtype)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:

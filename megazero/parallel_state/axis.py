@@ -76,7 +76,7 @@ class Traffic:
         return self.last
 
     def leave(self, entered: CollectiveCall) -> None:
-        """Record that the host has stopped waiting."""
+        """Record that the host no longer waits for this collective."""
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
         self.last = CollectiveCall(entered.operation, entered.axis, entered.ranks, False, now)
@@ -84,7 +84,7 @@ class Traffic:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Context in which nothing is counted."""
-        counts = [Counter(one) for one in (self.sent_bytes, self.link_bytes, self.calls)]
+        counts = [Counter(counter) for counter in (self.sent_bytes, self.link_bytes, self.calls)]
         waited = self.waited_seconds
         try:
             yield

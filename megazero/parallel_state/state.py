@@ -256,7 +256,7 @@ class ParallelState:
         ranks = tuple(range(self.grid.world_size))
         if self._shares_memory and len(ranks) <= MOST_SHARING_RANKS:
             return self._axis("world", ranks)
-        parts = tuple(replace(one, name="world") for one in (self.tp, self.dp_cp, self.pp) if one.size > 1)
+        parts = tuple(replace(axis, name="world") for axis in (self.tp, self.dp_cp, self.pp) if axis.size > 1)
         return replace(self._host_axis("world", ranks), parts=parts)
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
@@ -301,7 +301,7 @@ class ParallelState:
         Every rank must call this, in the same order.
         """
         at = [self.grid.coordinate(rank) for rank in ranks]
-        table = [[self.grid.rank(replace(one, tp=tp)) for one in at] for tp in range(self.tp.size)]
+        table = [[self.grid.rank(replace(place, tp=tp)) for place in at] for tp in range(self.tp.size)]
         return self._axis(name, tuple(rank for row in table for rank in row), name), table
 
     def block_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:

@@ -71,7 +71,7 @@ class MessageAction:
     peer: int
 
     def goes_down(self, rank: int) -> bool:
-        """Whether the message is sent from a lower to a higher rank, if `rank` is the rank of this side."""
+        """Whether the message goes from a lower to a higher pipeline rank; `rank` is the one that executes this action."""
         return (rank < self.peer) == (self.kind is ActionKind.SEND)
 
     def __str__(self) -> str:
@@ -251,9 +251,9 @@ def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
         found = [_CELL.fullmatch(part) for part in text.split("&")]
         if not text:
             continue
-        if not all(found) or "".join(one[1] for one in found if one) not in _TOGETHER:
+        if not all(found) or "".join(match[1] for match in found if match) not in _TOGETHER:
             raise ValueError(f"{at}: got {text[:40]!r}; {_EXPECTED}")
-        parts = [one.groups() for one in found if one]
+        parts = [match.groups() for match in found if match]
         row.append([(at, Action(ActionKind(kind), int(index), int(chunk or 0))) for kind, index, chunk in parts])
     return row
 

@@ -115,7 +115,7 @@ class Words:
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
-    """Return warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return the warm-up forwards, then alternate forwards and backwards (1F1B), then append the remaining backwards."""
     steady = len(forwards) - warmup
     pairs = [action for pair in zip(forwards[warmup:], backwards[:steady], strict=True) for action in pair]
     return (*forwards[:warmup], *pairs, *backwards[steady:])

@@ -146,7 +146,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Compute when every action of a schedule runs.
+    """Compute the start and end time of every action of a schedule.
 
     Raises:
         ScheduleError: an action is missing, runs twice, or waits for one that never runs.

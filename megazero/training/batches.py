@@ -144,7 +144,7 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus
             say(f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; {hint}")
         return found
 
-    named = {name: left(f"data.validation_sources: {name}", one) for name, one in corpus.named_validation.items()}
+    named = {name: left(f"data.validation_sources: {name}", source) for name, source in corpus.named_validation.items()}
     held_out = None if corpus.validation is None else left("data.validation_fraction", corpus.validation)
     return replace(corpus, validation=held_out, named_validation=named)
 

@@ -197,7 +197,7 @@ def _run_started_rank(
 
 
 def leave_at_once(status: int = EXIT_FAILED) -> NoReturn:
-    """End this process without the interpreter's shutdown: communication threads may still wait for dead ranks."""
+    """Exit without the interpreter's shutdown, because communication threads may still wait for dead ranks."""
     drain()
     os._exit(status)
 

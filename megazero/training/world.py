@@ -128,7 +128,7 @@ def this_rank() -> int:
 
 
 def this_place() -> str:
-    """This process, for messages."""
+    """Return the rank and host of this process, for messages."""
     return f"rank {this_rank()} on {socket.gethostname()}"
 
 
@@ -207,8 +207,8 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
             store.set(_ALL_READ, "")
         with contextlib.suppress(RuntimeError):
             store.wait([_ALL_READ], timedelta(seconds=_FAREWELL_SECONDS if this_rank() == 0 else 0.001))
-    told = [text if count == len(some) == world else f"{listed(some, 4)}: {text}" for text, some in places.items()]
-    return told + differing
+    texts = [text if count == len(some) == world else f"{listed(some, 4)}: {text}" for text, some in places.items()]
+    return texts + differing
 
 
 def _met(rank: int) -> str:

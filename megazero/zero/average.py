@@ -16,14 +16,14 @@ from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
 
 
 class WeightAverage:
-    """The average of this rank's masters, fp32, where its optimizer's state lies: on the device, on the host or in a file.
+    """The moving average of this rank's masters, fp32, stored where the optimizer's state is: device, host or file.
 
     Args:
-        wait: until buckets are stepped of which a step is still under way.
+        wait: waits until every bucket is updated whose update is deferred or still running.
 
     Attributes:
-        arrays: by bucket; none of a bucket that is not trained.
-        has_begun: it holds weights: it was updated or loaded.
+        arrays: the average of each bucket that trains.
+        has_begun: the average holds weights, because it was updated or loaded.
     """
 
     def __init__(self, buckets: Sequence[Bucket], offload: StateMemory, wait: Callable[[], None]) -> None:
@@ -32,7 +32,9 @@ class WeightAverage:
         self.has_begun, self._wait = False, wait
 
     def update(self, weight: float) -> None:
-        """Move the average towards the masters by this share of the way; the first update copies them."""
+        """Move the average towards the masters by the fraction `weight` of their difference.  The first update copies
+        them.
+        """
         if any(bucket.summed != bucket.owned for bucket in self.arrays):  # the others are stepped when a step returns
             self._wait()
         weight = weight if self.has_begun else 1.0
@@ -57,7 +59,7 @@ class WeightAverage:
                 yield bucket.master, average, start, min(start + FILE_PART_ELEMENTS, average.numel)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by location."""
+        """Bytes of the average, by location."""
         sizes = Counter[str]()
         for average in self.arrays.values():
             sizes[memory_kind("average", average.location)] += average.nbytes

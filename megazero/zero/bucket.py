@@ -25,7 +25,7 @@ class Bucket:
 
     Args:
         memory: allocates what this rank holds.
-        weights: buffer for the full weights, [padded]; stage 3 passes a gather buffer.  None: allocate one.
+        weights: the buffer that holds the full weights, [padded]; stage 3 passes a gather buffer.  None: allocate one.
 
     Attributes:
         is_duplicate: holds a tied parameter whose first copy is elsewhere; not counted in the norm and not saved.
@@ -87,7 +87,7 @@ class Bucket:
 
     @property
     def gradient_parts(self) -> tuple[Interval, ...]:
-        """For each part, the elements of every shard that are reduced at once."""
+        """The parts of the bucket that are reduced one at a time, each as an interval within every shard."""
         return (self.layout.shard(0),) if self.sums_whole else self.layout.parts
 
     @property
@@ -104,10 +104,10 @@ class Bucket:
         return full
 
     def free_gradient(self) -> None:
-        """Free the gradients' memory for the activations of a forward, if no sum is stored there.
+        """Free the gradients' memory if the gradient is in place, so that a forward can use the memory for activations.
 
-        On a CPU it stays, since large blocks would be mapped page by page every time.  So do blocks that are not sent:
-        they are small.
+        On a CPU the memory of buckets that are sent stays allocated, because mapping large blocks again page by page is
+        slow.
         """
         if self.landing is Landing.IN_PLACE and not (self.policy.on_cpu and self.placement.sends):
             self.full_gradient, self.gradient = None, torch.zeros(0)
@@ -117,7 +117,7 @@ class Bucket:
         return flat[interval.start - self.owned.start : interval.stop - self.owned.start]
 
     def read(self, array: FlatArray, interval: Interval) -> Tensor:
-        """Return elements `interval` of an array that covers the owned elements; from a file, a copy."""
+        """Return elements `interval` of an array that covers the owned elements; a copy if the array is in a file."""
         return array.read(interval.start - self.owned.start, interval.stop - self.owned.start)
 
     def write(self, array: FlatArray, interval: Interval, values: Tensor) -> None:

@@ -83,10 +83,11 @@ class BucketSizes:
     """Bucket sizes, and the size of the working buffers.
 
     Args:
-        elements: most elements of a bucket; a larger parameter has a bucket of its own, with small ones beside it.
-        part_elements: most elements of a part in which such a parameter is reduced, if it can be cut; None: `elements`.
+        elements: most elements of a bucket; a larger parameter gets its own bucket, which it may share with small ones.
+        part_elements: such a parameter is reduced in parts of at most so many elements, if it can be cut; None:
+            `elements`.
         bucket_bytes: `zero.bucket_bytes`, or the choice of "auto"; working buffers take at most twice as much.
-        cuts_units: stage 3's units have buckets of this size, too.
+        cuts_units: the units of stage 3 are also cut into buckets of this size.
     """
 
     elements: int
@@ -102,7 +103,7 @@ def bucket_sizes(
     `hides`.
 
     Args:
-        cuts: large buckets pass through working buffers in parts.
+        cuts: large buckets are reduced in parts through working buffers.
         hides: the network sends messages without this rank's help.
     """
     ranks, on_cpu = policy.placement.shard.size * policy.placement.replica.size, policy.on_cpu
@@ -131,7 +132,7 @@ def _with_buffers(nbytes: int, cuts: bool) -> int:
 
 
 def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
-    """Whether the parameter is split over tp, and whether its gradient is to be summed over tp."""
+    """Return whether the parameter is split over tp, and whether its gradient must be summed over tp."""
     return info.spec.split is not None, info.spec.sum_over_tp
 
 
@@ -155,9 +156,10 @@ def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int)
 
 
 def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
-    """Whether parameters may share a bucket: all fit, or all but the largest are small and lie in one of its parts.
+    """Whether parameters may share a bucket: all fit, or one is larger and the others are small enough to lie in one
+    part.
 
-    If more parameters shared it, they would wait for the largest, and it for them.
+    If more shared a bucket with the large parameter, they would wait for its gradient, and it for theirs.
     """
     sizes, shards = [prod(info.shape) for info in members], members[0].placement.shard.size
     return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
@@ -228,29 +230,29 @@ def plan_buckets(
                 groups.append(last := [])
             last.append(info)
     layouts = [_layout(members, most, cuts=cuts, align=align) for members in [*groups, *single]]
-    largest = max((one.parts[0].stop * one.shards for one in layouts if one.trains), default=0)
+    largest = max((layout.parts[0].stop * layout.shards for layout in layouts if layout.trains), default=0)
     limit = max(most, largest)
-    return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
+    return tuple(layout.in_parts_of(limit) if layout.part_count > 1 else layout for layout in layouts)
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The buckets that use each gather buffer."""
+    """The gather buffers of stage 3, each with the buckets that take turns in it."""
 
     buffers: tuple[tuple[BucketLayout, ...], ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each buffer."""
+        """Number of elements of each buffer."""
         return tuple(max(layout.padded_numel for layout in members) for members in self.buffers)
 
     @property
     def elements(self) -> int:
-        """Elements of all buffers together."""
+        """Number of elements of all buffers together."""
         return sum(self.sizes)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Allocate the buffers.  Returns the buffer [padded] of each bucket, by the bucket's name."""
+        """Allocate the buffers and return, by the name of each bucket, the buffer [padded] that it is gathered into."""
         found = {}
         for members, size in zip(self.buffers, self.sizes, strict=True):
             buffer = torch.zeros(size, dtype=dtype, device=device)
@@ -300,8 +302,8 @@ class _Shared(NamedTuple):
 
 
 def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
-    """Let units share buffers whose positions are equal modulo `count`.  Frozen and trainable buckets have separate
-    buffers.
+    """Let every unit reuse the buffer of the unit `count` positions before it.  Frozen and trainable buckets have
+    separate buffers.
     """
     members: dict[tuple[int, int, int, bool], list[BucketLayout]] = {}
     for beside, position, number, layout in sharing:
@@ -311,12 +313,12 @@ def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What this rank allocates for its part of a model.
+    """The buckets and buffers that this rank allocates for its part of a model.
 
     Args:
         buffers: gather buffers of stage 3; None if no weights are gathered.
         prefetch_bytes: limit for the weights that stage 3 gathers ahead.
-        memory: where the buckets are allocated; not open yet.
+        memory: allocates the buckets, after it has been opened.
     """
 
     policy: ShardingPolicy
@@ -377,8 +379,9 @@ def _plan_layouts(
 
 
 def _agreed_sizes(policy: ShardingPolicy, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
-    """Return the bucket sizes, the same on all ranks, even if only some ranks share their host's memory:
-    collectives over dp, replicas, tp and ties sum over whole buckets.
+    """Return bucket sizes that are the same on all ranks, even if only some ranks share their host's memory.
+
+    They must agree because collectives over dp, replicas, tp and ties sum over whole buckets.
     """
     placement, hides = policy.placement, False
     if zero.bucket_bytes == "auto":
@@ -390,16 +393,16 @@ def _agreed_sizes(policy: ShardingPolicy, zero: ZeroConfig, elements: int, world
 
 
 def param_infos(parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig) -> list[ParamInfo]:
-    """Return what the bucket planner must know of each parameter.
+    """Return the description of each parameter from which buckets are planned.
 
     Raises:
-        ValueError: a parameter belongs to no unit, or is no floating-point number.
+        ValueError: a parameter belongs to no unit, or its dtype is not floating-point.
     """
     units, described = parts.units, parts.described
     users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
-        for part, key in unit.attributes:
-            users.setdefault(id(part._parameters[key]), set()).add(index)
+        for module, key in unit.attributes:
+            users.setdefault(id(module._parameters[key]), set()).add(index)
     # Vectors stay whole beside matrices that travel in fp8, in buckets of their own: they would need more messages.
     in_fp8 = {min(users.get(id(param.parameter), [-1])) for param in described if param.spec.in_fp8_squares}
     infos = []

@@ -14,9 +14,10 @@ from megazero.comm.memory import Arena
 
 
 class BufferPool:
-    """Buffers of one device, by size and dtype.  `pinned` ones are page-locked host memory that a GPU reads and writes.
+    """A pool of the buffers of one device, by size and dtype.
 
-    With an `arena`, buffers are blocks of it, and other pools use it, too.
+    With `pinned`, buffers are page-locked host memory, which a GPU can read and write.  With an `arena`, buffers are
+    blocks of that arena, which other pools may share.
     """
 
     def __init__(self, device: torch.device, arena: Arena | None = None, *, pinned: bool = False) -> None:
@@ -46,12 +47,12 @@ class BufferPool:
         return buffer
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of all buffers after such an `acquire`."""
+        """Return the bytes that all buffers would take after `acquire(numel, dtype)`."""
         is_free = any(free.dtype == dtype and free.numel() == numel for free in self._free)
         return self.nbytes + (0 if is_free else numel * dtype.itemsize)
 
     def free_above(self, nbytes: int) -> None:
-        """Return free buffers to the allocator until all together have at most `nbytes` bytes."""
+        """Return free buffers to the allocator until the pool takes at most `nbytes` bytes."""
         while self._free and self.nbytes > nbytes:
             self._forget(self._free.pop(0))
 
@@ -64,7 +65,7 @@ class BufferPool:
             self.free_above(0)
 
     def release(self, *buffers: Tensor) -> None:
-        """Take back buffers that `acquire` returned."""
+        """Return buffers that `acquire` handed out to the pool."""
         for buffer in buffers:
             _, is_reusable = self._in_use.pop(address_of(buffer))
             if is_reusable:

@@ -17,10 +17,10 @@ _SETS = 3
 
 
 class FileStepper:
-    """Reads the parts that are in a file, updates them and writes them back.
+    """Updates optimizer parts that are stored in a file: reads each into memory, steps it and writes it back.
 
     Args:
-        parts: all of them in a file.
+        parts: the parts; all of them are stored in a file.
         states: names of the element-wise state.
 
     Attributes:
@@ -36,10 +36,10 @@ class FileStepper:
         self.nbytes = sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
-        """Update every part with `step_parts`.  Meanwhile its parameter and its state in `optimizer` are views of
-        buffers.
+        """Update every part by a call of `step_parts`.  During that call the part's parameter and its state in
+        `optimizer` are views of buffers in memory.
 
-        Raises: StorageError, the file could not be read or written.
+        Raises: StorageError: the file could not be read or written.
         """
         reading = [self._read(0)]
         writing: list[list[Pending]] = []

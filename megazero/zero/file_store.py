@@ -112,7 +112,7 @@ class InFile(FlatArray):
         return self.offset + element * self.dtype.itemsize
 
     def _start(self, verb: str, access: Access, run: Callable[[], None]) -> Callable[[], None]:
-        """Let a worker call `run`.  Returns the function that waits for it and raises if it failed."""
+        """Queue `run` for a worker, and return a function that waits for it and raises if it failed."""
         what = f"{verb} {(access.stop - access.start) * self.dtype.itemsize} bytes at byte {self._byte(access.start)}"
         future = self.store.submit(self, access, what, run)
 
@@ -128,7 +128,10 @@ class InFile(FlatArray):
 def _execute(
     array: InFile, access: Access, what: str, run: Callable[[], None], after: Sequence[Future[str | None]]
 ) -> str | None:
-    """Run an operation after the operations that it conflicts with.  Returns the message of the failure, or None."""
+    """Run an operation once the earlier operations that conflict with it have ended.
+
+    Returns the message of the failure, or None.
+    """
     wait_for_all(after)  # they left the queue before this one, so a worker is running them
     if array.failure is not None:
         return array.failure
@@ -213,15 +216,16 @@ class FileStore:
     def move(self, operation: Operation, tensor: Tensor, offset: int) -> Callable[[], None]:
         """Return a function, for a worker, that reads a tensor's elements from the file or writes them to it.
 
-        The function calls nothing of torch: when the interpreter exits, it stops each thread that asks for its lock,
-        and if that happens in C++ code, the process aborts.
+        The function makes no torch calls.  At exit, the interpreter stops every thread that asks for its lock; if the
+        thread is in C++ code at that time, the process aborts.
         """
         memory = tensor.detach().view(torch.uint8).numpy().data  # numpy has no bf16, so every dtype is viewed as bytes
         return partial(_move, operation, self.descriptor, memory, offset)
 
     def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
-        """Queue an operation for the workers, behind those that it conflicts with.  The future's result is the message
-        of its failure, or None.
+        """Queue an operation for the workers, after all operations that conflict with it.
+
+        The future's result is the error message, or None if the operation succeeded.
         """
         with self._lock:  # under the lock, so that an operation enters the queue after those that it waits for
             if self._is_closed:
@@ -234,8 +238,9 @@ class FileStore:
         return future
 
     def close(self) -> None:
-        """Wait for every operation and free the space.  Raises: StorageError, a write failed and no call has raised its
-        error.
+        """Wait for every operation and free the space.
+
+        Raises: StorageError: a write failed and no earlier call has reported it.
         """
         with self._lock:
             if self._is_closed:

@@ -32,14 +32,14 @@ from megazero.zero.layout import intersect
 
 
 class _Part(NamedTuple):
-    """The elements of one matrix in this rank's shard.
+    """The elements of one matrix that lie in this rank's shard.
 
     Args:
-        squares: the largest magnitudes of the matrix's squares.
-        rows: of the matrix, that the elements lie in.
-        matrix: these rows, with zeros for the elements of other shards.
-        skipped: elements of the first row that belong to another shard.
-        at: the elements in the shard.
+        squares: the largest magnitude of each square of the matrix.
+        rows: the rows of the matrix that contain the elements.
+        matrix: those rows, with zeros in place of elements of other shards.
+        skipped: number of elements of the first row that belong to another shard.
+        at: where the elements lie in the shard.
     """
 
     squares: Tensor
@@ -50,13 +50,13 @@ class _Part(NamedTuple):
 
 
 class Fp8Gather:
-    """All-gathers of one bucket.
+    """All-gathers of one bucket, with its matrices in fp8.
 
     Args:
         pool: provides the buffers.
 
     Attributes:
-        is_fresh: the maxima are those of the current weights, or will be when their all-reduce ends.
+        is_fresh: the maxima belong to the current weights, or will when the running all-reduce ends.
     """
 
     def __init__(self, bucket: Bucket, pool: BufferPool) -> None:
@@ -68,7 +68,7 @@ class Fp8Gather:
         self._squares = [part.view(grid) for part, grid in zip(parts, grids, strict=True)]
 
     def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """Start a gather like `all_gather`."""
+        """Start the all-gather of a bucket.  Arguments as in `all_gather`."""
         self.reduce_maxima(shard)
         self._reducing.wait()
         packed = self._pool.acquire(len(out), torch.uint8)
@@ -94,7 +94,7 @@ class Fp8Gather:
             self._pool.release(packed)
 
     def reduce_maxima(self, shard: Tensor) -> None:
-        """Start to compute the maxima of all ranks' elements, unless they are known.  A collective call."""
+        """Start the all-reduce of the squares' maxima, unless they are known.  A collective call."""
         if self.is_fresh:
             return
         self._reducing.wait()
@@ -120,6 +120,6 @@ class Fp8Gather:
 
 
 def fp8_gathers(buckets: Sequence[Bucket], pool: BufferPool) -> dict[Bucket, Fp8Gather]:
-    """Return the gathers of those buckets that products round in squares."""
-    rounded = [one for one in buckets if one.layout.first.spec.in_fp8_squares and one.layout.shards > 1]
+    """Return an `Fp8Gather` for each bucket with matrices that products round in squares."""
+    rounded = [bucket for bucket in buckets if bucket.layout.first.spec.in_fp8_squares and bucket.layout.shards > 1]
     return {bucket: Fp8Gather(bucket, pool) for bucket in rounded}

@@ -55,7 +55,7 @@ Places: TypeAlias = Mapping[int, tuple[Bucket, Slot]]
 
 
 class _Attribute(NamedTuple):
-    """An attribute of a module that holds a gathered parameter."""
+    """A module's attribute that holds a gathered parameter."""
 
     module: nn.Module
     key: str
@@ -98,18 +98,18 @@ class Unit:
         self.reshard()
 
     def detach(self) -> None:
-        """Remove the hooks from the module: its forwards gather no more."""
+        """Remove the hooks from the module, so that its forwards no longer gather."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether one of the buckets is neither in its buffer nor arriving there."""
+        """Whether one of the buckets is not in its buffer, and no gather into the buffer is running."""
         return not all(map(self.buffers.holds, self.buckets))
 
     def unshard(self) -> None:
-        """Start to gather the weights, unless they are gathered or a gather is running."""
+        """Start to gather the weights, unless they are already in their buffers or on the way."""
         for bucket in self.buckets:
             self.buffers.unshard(bucket)
 
@@ -138,7 +138,9 @@ class Unit:
         self.gatherer.running.append((self, saving))
 
     def post_forward(self, output: Any) -> Any:
-        """Hide the weights.  The gradient of each result will call `pre_backward`; see [Note: a unit's own results]."""
+        """Replace the weights by placeholders.  The gradient of each result will call `pre_backward`; see [Note: a unit's
+        own results].
+        """
         self.reshard()
         running = self.gatherer.running
         if running and running[-1][0] is self:  # otherwise its forward has not begun
@@ -157,26 +159,26 @@ class Unit:
         return result
 
     def saving(self) -> SavingForward:
-        """Return the hooks for the tensors that autograd saves in a forward."""
+        """Return the saved-tensor hooks for a forward of the unit."""
         return SavingForward(self)
 
     def reshard(self) -> None:
-        """Hide the weights from the module, since another unit may take their buffers."""
+        """Replace the module's weights by placeholders, since another unit may take over their buffers."""
         for module, key, parameter, placeholder in self.attributes:
             if module._parameters[key] is parameter:
                 module._parameters[key] = placeholder
 
     def _show(self) -> list[_Attribute]:
-        """Give the module its weights.  Returns the attributes that had placeholders."""
+        """Replace the module's placeholders by its weights.  Returns the attributes that had placeholders."""
         # any other tensor was put there by the caller (functional_call)
-        hidden = [one for one in self.attributes if one.module._parameters[one.key] is one.placeholder]
+        hidden = [attr for attr in self.attributes if attr.module._parameters[attr.key] is attr.placeholder]
         for module, key, parameter, _ in hidden:
             module._parameters[key] = parameter
         return hidden
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Context in which a part of the forward runs again for the backward."""
+        """Return a context in which the module has its weights, for the recomputation of a part of its forward."""
         if self.is_sharded:
             self.pre_backward()
         self.wait()
@@ -190,7 +192,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A weight, or a view of it, in its bucket's buffer.  Two are equal if they show the same elements in the same way."""
+    """A saved weight, or a view of it, described by its place in its bucket's buffer.
+
+    Two are equal if they describe the same elements in the same layout.
+    """
 
     bucket: Bucket
     version: int  # every change of the weights increases it
@@ -200,7 +205,7 @@ class SavedWeight:
 
 
 class SavingForward(SavedTensorHooks):
-    """The hooks for all tensors that autograd saves in one forward of a unit; see [Note: saved weights]."""
+    """The saved-tensor hooks for one forward of a unit; see [Note: saved weights]."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -228,7 +233,9 @@ class SavingForward(SavedTensorHooks):
             yield
 
     def _weight_of(self, saved: SavedWeight) -> Tensor:
-        """Return the saved weight, gathered again if necessary.  Raises: RuntimeError: it has changed since."""
+        """Return the saved weight, after gathering it again if necessary.  Raises: RuntimeError: it was updated in
+        between.
+        """
         bucket, buffers = saved.bucket, self.unit.buffers
         if saved.tensor._version != saved.version:
             raise RuntimeError(
@@ -248,8 +255,10 @@ class _Visit(NamedTuple):
 
 
 class ScheduleOrder:
-    """Predicts which units run next: the rest of the chunk, upward in a forward and downward in a backward, then the
-    units of the chunk that the schedule runs next.
+    """Predicts which units run next.
+
+    These are the remaining units of the current chunk, in ascending order in a forward and descending in a backward,
+    then the units of the chunk that the schedule runs next.
 
     Args:
         chunk_of: the model chunk of each unit.
@@ -269,21 +278,21 @@ class ScheduleOrder:
         self._announced = None if span is None else _Visit(span[0 if is_forward else -1], is_forward)
 
     def forget(self) -> None:
-        """Drop the schedule's announcements."""
+        """Discard the chunk that the schedule announced."""
         self._announced = self._following = None
 
     def visit(self, unit: int, is_forward: bool) -> None:
-        """Record that a unit starts now."""
+        """Record that a unit's forward or backward starts now."""
         self._last, self._following = _Visit(unit, is_forward), self._announced
         if not self.rest_of_chunk(*self._last):
             self._announced = None  # an announcement is valid once
 
     def is_in_backward_of(self, unit: int) -> bool:
-        """Whether the last unit to start was this one, in a backward."""
+        """Whether the unit that started last is this one, in a backward."""
         return self._last == (unit, False)
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the units that will probably run after the last one, in order, as far as they are known."""
+        """Yield, in order, the units that will probably run after the last one, as far as the schedule is known."""
         if self._last is not None:
             yield from self.rest_of_chunk(*self._last)
         if self._following is not None:
@@ -291,7 +300,7 @@ class ScheduleOrder:
             yield from self.rest_of_chunk(*self._following)
 
     def rest_of_chunk(self, unit: int, is_forward: bool) -> range:
-        """Return the units of the chunk that run after this one in the same pass."""
+        """Return the units of this unit's chunk that run after it in the same pass."""
         span = self._span_of[unit]
         return range(unit + 1, span.stop) if is_forward else range(unit - 1, span.start - 1, -1)
 
@@ -303,10 +312,11 @@ class UnitGatherer:
         modules: the units, in forward order, chunk after chunk.
         places: bucket and slot of each parameter.
         policy: settings of the buckets.
-        prefetch_bytes: limit for the units that are gathered ahead of the one in use; one unit always is.
+        prefetch_bytes: limit for the weights that are gathered ahead of the unit in use; one unit is always gathered
+            ahead.
 
     Attributes:
-        first: the buckets that a forward gathers first.
+        first: the buckets that a forward needs first.
         running: the units whose forward is running, outermost first.
         unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
@@ -340,7 +350,7 @@ class UnitGatherer:
         return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
     def forget(self) -> None:
-        """Drop everything that was gathered, since the shards have changed."""
+        """Discard all gathered weights, since the shards have changed."""
         self.buffers.forget()
         self.order.forget()
 
@@ -358,13 +368,13 @@ class UnitGatherer:
                 self.buffers.wait(bucket)
 
     def start_first(self, bucket: Bucket) -> None:
-        """Start the gather of an updated bucket if it is one of the first that a forward uses."""
+        """Start the gather of an updated bucket if it is among the first that a forward needs."""
         self.buffers.source.prepare(bucket)
         if bucket in self.first:
             self.buffers.unshard(bucket)
 
     def detach(self) -> None:
-        """Gather for no more forwards."""
+        """Remove the hooks of every unit, so that forwards no longer gather."""
         for unit in self.units:
             unit.detach()
 
@@ -405,5 +415,5 @@ class UnitGatherer:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward, as hooks may be."""
+    """Whether a backward is running in this thread, which a hook can ask."""
     return torch._C._current_graph_task_id() != _NO_TASK

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class ShardSource:
-    """Gathers a bucket from its ranks' shards.  An offloaded shard reaches the device through a staging buffer.
+    """Gathers a bucket from the shards of its ranks.  An offloaded shard is first copied to a staging buffer on the
+    device.
 
     Attributes:
-        staging: the buffers for offloaded shards and for weights in 8 bits.
+        staging: the buffers on the device for offloaded shards and for 8-bit weights.
         secondary_bytes: bytes of this rank's secondary shards.
     """
 
@@ -44,7 +45,7 @@ class ShardSource:
             largest = max(bucket.weights.numel() for bucket in buckets)
             self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self.staging, largest).start
         self._in_fp8: dict[Bucket, Fp8Gather] = {}
-        if any(one.layout.first.spec.in_fp8_squares for one in buckets) and self.is_exact:
+        if any(bucket.layout.first.spec.in_fp8_squares for bucket in buckets) and self.is_exact:
             from megazero.zero.fp8_gather import fp8_gathers  # few runs need it
 
             self._in_fp8 = fp8_gathers(buckets, self.staging)
@@ -67,7 +68,7 @@ class ShardSource:
         return Pending(lambda: self._copier.wait(gathered).wait(), partial(self.staging.release, staging))
 
     def prepare(self, bucket: Bucket) -> None:
-        """Start what precedes the first gather of an updated shard."""
+        """Start the work that must precede the first gather of an updated shard, such as finding its scales."""
         tensor = bucket.weight_shard.tensor
         if bucket in self._in_fp8 and tensor is not None and self._is_on_device(bucket):
             self._in_fp8[bucket].reduce_maxima(tensor)
@@ -80,7 +81,7 @@ class ShardSource:
             self._reading[bucket] = self._copier.run(read, to_host=False), staging
 
     def forget(self) -> None:
-        """Drop running copies and scales, since the shards have changed."""
+        """Discard running copies and known scales, since the shards have changed."""
         for gather in self._in_fp8.values():
             gather.is_fresh = False
         reading, self._reading = self._reading, {}
@@ -144,7 +145,7 @@ class GatherBuffers:
         return self.source.start(bucket, "")
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the gather into a bucket's buffer, if one is running."""
+        """Wait for the running gather into a bucket's buffer, if there is one."""
         address = storage_of(bucket.weights)
         if address in self._arriving:
             holder = self._holder.pop(address)  # a failed wait leaves nothing in the buffer
@@ -152,7 +153,10 @@ class GatherBuffers:
             self._holder[address] = holder
 
     def forget(self) -> None:
-        """Drop everything gathered or read, since the shards have changed; also when a signal interrupts a wait here."""
+        """Discard everything that was gathered or read ahead, since the shards have changed.
+
+        Also called if a signal interrupts a wait in this class.
+        """
         arriving, self._arriving = self._arriving, {}
         self._holder.clear()
         wait_all(arriving.values())

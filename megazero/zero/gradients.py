@@ -52,18 +52,18 @@ class Accumulation(Enum):
 
 
 class BucketGradients:
-    """This step's gradients of one part of a bucket, until they are reduced.
+    """The gradients of one part of a bucket in the current step, before they are reduced.
 
-    They lie in the bucket's own `full_gradient` or in a buffer that `reductions` lends.
+    They are stored in the bucket's own `full_gradient` or in a buffer from `reductions`.
 
     Attributes:
-        part: elements of every shard that this part covers.
+        part: the interval of every shard that this part covers.
         accumulation: how micro-batches add up; changes only between micro-batches.
         shares: the parameters' elements that lie in this part.
-        memory: where they lie; None until the first gradient arrives.
-        is_empty: for each share, whether the next gradient overwrites its memory instead of being added.
+        memory: where the gradients are stored; None until the first gradient arrives.
+        is_empty: for each share, whether its memory has no gradient yet, so that the next one overwrites it.
         counts: number of gradients of each share received in this step.
-        complete: number of rounds (micro-batches) of which every gradient has been received.
+        complete: number of rounds (micro-batches) in which every gradient has been received.
         launched: number of rounds whose reduction was started, or postponed to a later round.
         reduced: number of rounds that `bucket.gradient` contains, or will contain when running reductions end.
     """
@@ -98,7 +98,7 @@ class BucketGradients:
         self._missing = self.counts.count(rounds)  # gradients still missing in the next round
 
     def count(self, index: int, expected: int) -> None:
-        """Count a gradient.  Raises: RuntimeError: this is more than the `expected` number of them."""
+        """Count one gradient of a share.  Raises: RuntimeError: more than `expected` gradients have arrived."""
         if self.counts[index] == expected:
             raise RuntimeError(
                 f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in {expected} backward "
@@ -112,13 +112,13 @@ class BucketGradients:
                 self._advance_to(self.complete + 1)
 
     def close(self, rounds: int) -> None:
-        """Count gradients that are missing in the first `rounds` rounds as zero."""
+        """Treat gradients that are still missing in the first `rounds` rounds as zero."""
         if self.complete < rounds:
             self.counts = [max(count, rounds) for count in self.counts]
             self._advance_to(rounds)
 
     def open(self) -> Tensor:
-        """Return the memory, which is allocated if there is none."""
+        """Return the memory for the gradients, and allocate it if necessary."""
         if self.memory is not None:
             return self.memory
         queue, dtype = self._reductions, self.bucket.policy.accumulate_dtype
@@ -132,13 +132,14 @@ class BucketGradients:
         return memory
 
     def view(self, index: int) -> tuple[Tensor, bool]:
-        """Return a share's elements, flat, and whether the caller must overwrite them instead of adding to them."""
+        """Return the flat view of a share's elements, and whether the caller must overwrite it instead of adding to it."""
         is_empty, self.is_empty[index] = self.is_empty[index], False
         return self._views[index], is_empty
 
     def take(self, rounds: int) -> Chunk:
-        """Return what is to be reduced, with zeros in padding and for missing gradients.  The next gradients will
-        overwrite the memory.
+        """Return the gradients to reduce, with zeros in the padding and for missing gradients.
+
+        The next gradients will overwrite the memory.
 
         Args:
             rounds: number of micro-batches in this step.
@@ -161,11 +162,10 @@ class BucketGradients:
 
 
 class LaunchOrder:
-    """The fixed order in which a chunk's bucket parts are reduced, round by round.  It is close to the order of the
-    backward.
+    """The fixed order, close to that of the backward, in which the bucket parts of a chunk are reduced in each round.
 
     Attributes:
-        passes: backward passes of this step that have ended.
+        passes: number of backward passes of this step that have ended.
     """
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
@@ -177,12 +177,14 @@ class LaunchOrder:
         self._round = self._next = self.passes = 0
 
     def close(self, rounds: int) -> None:
-        """Count gradients that are missing in the first `rounds` rounds as zero."""
+        """Treat gradients that are still missing in the first `rounds` rounds as zero."""
         for gradients in self.buckets:
             gradients.close(rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
-        """Yield the complete parts whose turn it is, until one is incomplete or `rounds` rounds have been launched."""
+        """Yield the parts that are complete, in order, until the next one is incomplete or `rounds` rounds have been
+        launched.
+        """
         while self._round < rounds:
             gradients = self.buckets[self._next]
             if gradients.launched <= self._round:  # otherwise it was complete several rounds ahead of the others
@@ -203,7 +205,8 @@ class GradientReducer:
 
     Attributes:
         buckets: the buckets that train.
-        rounds: number of micro-batches in this step.  What is reduced once per step is reduced in the last round.
+        rounds: number of micro-batches in this step.  Gradients that are reduced once per step are reduced in the last
+            round.
     """
 
     def __init__(self, policy: ShardingPolicy, buckets: list[Bucket], sharded: Accumulation, bucket_bytes: int) -> None:
@@ -223,14 +226,14 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
-        """Receive every gradient that autograd and the chunks' queues compute for these parameters.
+        """Redirect every gradient of these parameters into the buckets, from autograd and from the chunks' queues.
 
         When the schedule splits backward passes, the gradients of vectors wait in the queue like those of matrices.
         Otherwise they alone would arrive early and keep every bucket of the chunk incomplete.
 
         Args:
             parameters: by qualified name.
-            wgrad_queues: the queue of each parameter, by the same names.
+            wgrad_queues: the queue of each parameter's chunk, by the same names.
         """
         for queue in set(wgrad_queues.values()):
             queue.accumulator = self
@@ -264,8 +267,9 @@ class GradientReducer:
             self.add(parameter, gradient.to_dense())  # Embedding(sparse=True) gives a sparse one
 
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
-        """Discard the last step's gradients.  Every parameter is expected once per micro-batch.  `step`: see
-        `ReductionQueue`.
+        """Discard the last step's gradients, and expect one gradient of every parameter per micro-batch.
+
+        `step`: see `ReductionQueue`.
         """
         self.reductions.begin_step(step)
         for parameters in self.parameters.values():
@@ -288,8 +292,8 @@ class GradientReducer:
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add one micro-batch's gradient of a parameter [m, n] without a copy: the sum of a.T @ b over `factors`.
 
-        If `factors` is a list, the parts of a large weight are computed one after the other, so that only one needs
-        memory.
+        If `factors` is a list, the parts of a large weight are computed one after the other, so that only one of them is
+        in memory at a time.
 
         Args:
             factors: pairs of a [k, m] and b [k, n].
@@ -335,15 +339,15 @@ class GradientReducer:
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
     def close_pass(self, chunk: int) -> None:
-        """End one micro-batch of a chunk: its missing gradients count as zero; see [Note: one order]."""
+        """End one micro-batch of a chunk, and treat its missing gradients as zero; see [Note: one order]."""
         if (order := self.orders.get(chunk)) is not None:
             order.passes += 1
             order.close(order.passes)
             self.reduce_due(order)
 
     def finish(self) -> None:
-        """Reduce every bucket over all ranks that share it, including parameters without a gradient, and wait for the
-        results.
+        """Reduce every remaining bucket over all ranks that share it, and wait for the results.  Parameters without a
+        gradient count as zero.
         """
         for order in self.orders.values():
             order.close(self.rounds)
@@ -356,7 +360,7 @@ class GradientReducer:
     def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
         """Yield each share of a parameter with its view of the buffer, and whether the caller must overwrite the view.
 
-        With `launches`, a part that is complete after its use is reduced before the next part is opened.
+        With `launches`, the reduction of a part that is now complete starts before the next part is opened.
         """
         for order, gradients, index in self.parts_of[id(weight)]:
             self.count(order, gradients, index)
@@ -382,7 +386,11 @@ class GradientReducer:
 
 
 def _hand_over(reducer: ref[GradientReducer], parameter: Tensor) -> None:
-    """Autograd's hook.  It holds a weak reference: Python's garbage collector cannot see a strong one inside autograd."""
+    """Pass a gradient from autograd to the reducer.
+
+    The hook holds only a weak reference to the reducer, because the garbage collector cannot see references inside
+    autograd.
+    """
     if (taker := reducer()) is not None:
         taker.take(parameter)
 

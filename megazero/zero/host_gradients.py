@@ -23,7 +23,7 @@ _ADDING = 2  # results that wait on the host to be added
 
 
 class OffloadedReductions(ReductionQueue):
-    """Reductions of buckets of which some have their gradients on the host."""
+    """A `ReductionQueue` for buckets of which some keep their gradients on the host."""
 
     def __init__(self, plan: ReductionPlan, policy: ShardingPolicy, replicas: ReplicaSums | None) -> None:
         super().__init__(plan, policy, replicas)
@@ -35,7 +35,7 @@ class OffloadedReductions(ReductionQueue):
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
     def hold(self, chunk: Chunk) -> None:
-        """Copy the chunk's result to its gradient, or add it, if that is on the host."""
+        """Copy a chunk's reduced gradients to the host, or add them there, if the bucket's gradients are on the host."""
         if chunk.bucket.landing is not Landing.HOST:
             super().hold(chunk)
             return

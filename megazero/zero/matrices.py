@@ -37,7 +37,7 @@ MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of
 
 
 class Fragment(NamedTuple):
-    """Elements of a rank's bucket that belong to a matrix.  In the buffer of the whole matrix they begin at `start`."""
+    """Elements of a matrix in a rank's bucket.  In the buffer of the whole matrix they begin at `start`."""
 
     rank: int
     elements: Interval
@@ -50,11 +50,11 @@ class Matrix:
 
     Args:
         bucket: index of its bucket.
-        owner: global rank that computes its update.
-        parts: shapes of the parts of tensor-parallel ranks, one after another in the buffer.
+        owner: the global rank that computes the update.
+        parts: the shapes of the tensor-parallel parts, which follow one another in the buffer.
         dim: dimension along which the parts are joined.
-        sources: every element once, on the rank that sends it to the owner.
-        holders: every element on every rank that updates it.
+        sources: the fragments that ranks send to the owner; together they hold every element once.
+        holders: the fragments that ranks update; they include every copy of an element.
     """
 
     bucket: int
@@ -70,14 +70,20 @@ class Matrix:
         return sum(rows * columns for rows, columns in self.parts)
 
     def split(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts in the buffer as 2-D views."""
+        """Return the parts of the matrix as 2-D views of the buffer."""
         flats = buffer.split([rows * columns for rows, columns in self.parts])
         return [flat.view(shape) for flat, shape in zip(flats, self.parts, strict=True)]
 
 
 def copies_in_block(copies: int, ranks: int, matrices: int) -> int:
-    """Return how many copies of the state, each on so many ranks, share the matrices of a stage: a divisor of all, with
-    which every rank can own a matrix.
+    """Return how many copies of the state form a block that shares the work on the matrices of a stage.
+
+    The result divides `copies` and lets every rank own a matrix.
+
+    Args:
+        copies: number of copies of the state.
+        ranks: number of ranks that hold one copy.
+        matrices: number of matrices.
     """
     return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0 and n * ranks <= matrices), default=1)
 
@@ -90,7 +96,7 @@ def plan_matrices(
     sharded: bool,
     ep: int | None = None,
 ) -> list[Matrix]:
-    """Choose an owner for every matrix of some buckets, and list which ranks send and update which elements.
+    """Choose an owner for every matrix of these buckets, and list which elements each rank sends and updates.
 
     Args:
         ranks: global ranks by tensor-parallel index; then copy after copy of the state, by index of the shard.
@@ -110,8 +116,8 @@ def plan_matrices(
 
     def fragments(piece: _Piece, tp: int) -> Iterator[Fragment]:
         """Yield the elements on the ranks of one tensor-parallel index."""
-        layout, part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
-        elements, start = piece.elements[part], sum(one.size for one in piece.elements[:part])
+        layout, tp_part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
+        elements, start = piece.elements[tp_part], sum(interval.size for interval in piece.elements[:tp_part])
         size, shards = (layout.shard_numel, layout.shards) if sharded else (layout.padded_numel, 1)
         for copy in range(0, len(ranks[tp]), shards):
             for shard in range(elements.start // size, -(-elements.stop // size)):
@@ -119,7 +125,7 @@ def plan_matrices(
                 if held is not None:  # there are none where tp has more ranks than the matrix has rows
                     yield Fragment(ranks[tp][copy + shard], held, start + held.start - elements.start)
 
-    every = [tuple(one for tp in range(len(ranks)) for one in fragments(piece, tp)) for piece in pieces]
+    every = [tuple(interval for tp in range(len(ranks)) for interval in fragments(piece, tp)) for piece in pieces]
     places = {rank: (tp, index) for tp, row in enumerate(ranks) for index, rank in enumerate(row)}
     owners = _owners([flops(*piece.shape) for piece in pieces], every, list(places), near=sharded)
     matrices = []
@@ -128,7 +134,7 @@ def plan_matrices(
         shards = layouts[piece.bucket].shards if sharded else 1
         senders = [tp] if len(piece.parts) == 1 else range(len(ranks))
         copy = {rank for sender in senders for rank in ranks[sender][index // shards * shards :][:shards]}
-        sources = tuple(one for one in holders if one.rank in copy)
+        sources = tuple(fragment for fragment in holders if fragment.rank in copy)
         matrices.append(Matrix(piece.bucket, owner, piece.parts, piece.dim, sources, holders))
     return matrices
 
@@ -136,8 +142,10 @@ def plan_matrices(
 def _owners(
     work: Sequence[int], holders: Sequence[Sequence[Fragment]], ranks: Sequence[int], *, near: bool
 ) -> list[int]:
-    """Choose the owner of every matrix, the largest matrix first: with `near`, the rank that holds most of it, unless its
-    work exceeded the mean.  All others then go to the ranks with the least work.
+    """Choose the owner of every matrix, the largest matrix first.
+
+    With `near`, it is the rank that holds most of the matrix, unless that rank would get more than the mean work.  The
+    remaining matrices go to the ranks with the least work.
     """
     loads, owners, total = dict.fromkeys(ranks, 0), dict[int, int](), sum(work)
     order = sorted(range(len(work)), key=lambda number: -work[number])
@@ -156,7 +164,9 @@ def _owners(
 
 
 class _Piece(NamedTuple):
-    """A matrix without an owner: its shape, the shape of each part, and the elements of each part in its rank's bucket."""
+    """A matrix that has no owner yet: its shape, the shape of each part, and the elements of each part in its rank's
+    bucket.
+    """
 
     bucket: int
     shape: tuple[int, int]
@@ -172,8 +182,8 @@ def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_
     places = [(0, ep)] if ep else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
     width, local = spec.local_shape(places[0][1])[1], [spec.local_sections(*place) for place in places]
     for rows in zip(*local, strict=True):
-        firsts = [slot.start + one.first * width for one in rows]
-        shapes = tuple((one.stop - one.start, width) for one in rows)
+        firsts = [slot.start + interval.first * width for interval in rows]
+        shapes = tuple((interval.stop - interval.start, width) for interval in rows)
         elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
         yield _Piece(bucket, (rows[0].section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
 
@@ -184,7 +194,7 @@ class MatrixStepper:
     Args:
         plans: buckets in the order of their use; for each, its matrices (see `plan_matrices`) and all ranks of its
             plan.
-        dtype: in which matrices are sent and updates are computed.
+        dtype: the dtype in which matrices are sent and updates are computed.
         optimizer: computes the updates.
     """
 
@@ -201,7 +211,7 @@ class MatrixStepper:
         for bucket, (matrices, _) in plans.items():
             for matrix in matrices:
                 sources, holders = (
-                    tuple(one for one in fragments if rank in (one.rank, matrix.owner))
+                    tuple(fragment for fragment in fragments if rank in (fragment.rank, matrix.owner))
                     for fragments in (matrix.sources, matrix.holders)
                 )
                 if sources or holders:  # this rank takes part
@@ -225,7 +235,9 @@ class MatrixStepper:
 
     @torch.no_grad()
     def begin(self, state: ShardedOptimizer, factor: float) -> None:
-        """Update the momentum with `factor` times the gradients, and start to send it.  Overwrites the gradients."""
+        """Update the momentum with `factor` times the gradients, and start to send it to the owners.  Overwrites the
+        gradients.
+        """
         self._under_way.clear()
         beta = self._optimizer.beta
         for bucket, matrices in self._matrices.items():
@@ -238,7 +250,7 @@ class MatrixStepper:
                 if bucket.master.location == "file":
                     state.write(MOMENTUM, bucket, run, momentum)
             flat = bucket.gradient.to(bucket.policy.device, self._dtype)
-            own = {one: self._buffer(one, bucket, flat) for one in matrices if one.owner == self._rank}
+            own = {matrix: self._buffer(matrix, bucket, flat) for matrix in matrices if matrix.owner == self._rank}
             self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
 
     @torch.no_grad()
@@ -265,8 +277,8 @@ class MatrixStepper:
                         width, first = prod(slot.info.shape) // len(rows), shared.start - slot.start
                         top, stop = first // width, -(-(first + shared.size) // width)  # rows that this shard touches
                         each = rows[top:stop].to(weights.device).repeat_interleave(width)[first - top * width :]
-                        part = weights[shared.start - run.start : shared.stop - run.start]
-                        part.mul_(each[: shared.size])
+                        scaled = weights[shared.start - run.start : shared.stop - run.start]
+                        scaled.mul_(each[: shared.size])
                 if bucket.master.location == "file":
                     bucket.write(bucket.master, run, weights)
                     if bucket.weight_shard is not bucket.master:
@@ -279,7 +291,7 @@ class MatrixStepper:
         return len(matrix.sources) == 1 and matrix.sources[0].rank == self._rank
 
     def _buffer(self, matrix: Matrix, bucket: Bucket, flat: Tensor) -> Tensor:
-        """Return memory for a whole matrix: this rank's own elements if they are all of it."""
+        """Return memory for a whole matrix; if this rank holds all its elements, they are that memory."""
         if self._is_here(matrix):
             return bucket.owned_part(flat, matrix.sources[0].elements)
         return torch.empty(matrix.numel, dtype=flat.dtype, device=flat.device)
@@ -310,7 +322,7 @@ class MatrixStepper:
         parts = matrix.split(buffer)
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim)
         update = self._optimizer.update(whole)
-        for part, new in zip(parts, update.split([one.shape[matrix.dim] for one in parts], matrix.dim), strict=True):
+        for part, new in zip(parts, update.split([part.shape[matrix.dim] for part in parts], matrix.dim), strict=True):
             part.copy_(new)
 
 

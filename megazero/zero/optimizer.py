@@ -32,9 +32,7 @@ MOMENTUM = "momentum_buffer"  # the state of matrices
 
 
 class MatrixRecipe(NamedTuple):
-    """How matrices are updated.  `beta` is that of their momentum; for the others see
-    `megazero.optim.optimizers.MatrixOptimizer`.
-    """
+    """How to update matrices; see `megazero.optim.optimizers.MatrixOptimizer`.  `beta` is the momentum's decay rate."""
 
     update: Callable[[Tensor], Tensor]
     flops: Callable[[int, int], int]
@@ -43,7 +41,7 @@ class MatrixRecipe(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """Builds an optimizer when its flat parts are known."""
+    """Builds the optimizer after the flat parts of the buckets are known."""
 
     groups: int  # number of parameter groups
     states: tuple[str, ...]  # names of the element-wise state
@@ -75,7 +73,7 @@ def recipe_of_class(
 
 @dataclass(eq=False)
 class Part:
-    """Elements of one bucket that belong to one optimizer group."""
+    """The elements of one bucket that belong to one optimizer group, or a slice of them."""
 
     bucket: Bucket
     run: Interval
@@ -85,18 +83,17 @@ class Part:
 
 
 class ShardedOptimizer:
-    """Any element-wise optimizer over the owned elements of every bucket, with the momentum of matrices; `Stepper` steps
-    it.
+    """An element-wise optimizer over the elements that this rank owns, and the momentum of matrices; `Stepper` steps it.
 
     Attributes:
         torch_optimizer: torch's or the user's optimizer, whose parameters are the flat parts.
-        groups: its groups; during an update `torch_optimizer.param_groups` has copies of some.
-        parts: the parts of every bucket that trains, in the order in which a forward uses the buckets.  A bucket has
-            none if this rank owns only padding of it.
-        elementwise: names of the state of what is updated element by element.
+        groups: the parameter groups of `torch_optimizer`, which holds copies of some of them during an update.
+        parts: the parts of every bucket that trains, in the order in which a forward uses the buckets.  A bucket has no
+            parts if this rank owns only its padding.
+        elementwise: names of the state of elements that the element-wise optimizer updates.
         known_states: names of all element-wise state, even if it does not exist yet.
-        scales_inside: its kernel divides gradients by `grad_scale`.
-        row_factors: by name of a matrix, what multiplies each of its rows after the next update.
+        scales_inside: the optimizer's kernel divides gradients by `grad_scale`.
+        row_factors: by name of a matrix, the factor that multiplies each of its rows after the next update.
         steps_taken: number of steps that changed the weights.
     """
 
@@ -123,7 +120,7 @@ class ShardedOptimizer:
                 self._start_state(part)
 
     def _start_state(self, part: Part) -> None:
-        """Give a part its state before the first step."""
+        """Create the initial state of a part."""
         on_device = self.scales_inside and part.parameter.device.type != "cpu"
         device = part.parameter.device if on_device else torch.device("cpu")
         value = self.groups[part.group].get("initial_accumulator_value", 0.0)  # Adagrad has it
@@ -145,48 +142,52 @@ class ShardedOptimizer:
         return self.known_states if self._known_start or self.steps_taken else ()
 
     def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
-        """Return elements `run` of a state, which this rank must own: a copy if they are in a file or in several parts."""
-        pieces = [self._state_of(part, name, piece) for part, piece in self._covering(bucket, run)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        """Return elements `run` of a state; this rank must own them.  A copy if they are in a file or in several parts."""
+        values = [self._state_of(part, name, held) for part, held in self._covering(bucket, run)]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def memory(self, name: str, bucket: Bucket, run: Interval) -> Tensor | None:
-        """Return elements `run` of a state as memory to overwrite; None if they do not exist or are not contiguous in
-        memory.
+        """Return a view of elements `run` of a state, to be overwritten.
+
+        Returns None if the state does not exist yet, is in a file, or is not contiguous.
         """
-        (part, piece), *others = self._covering(bucket, run)
+        (part, held), *others = self._covering(bucket, run)
         if others or part.bucket.master.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
             return None
-        return self._state_of(part, name, piece)
+        return self._state_of(part, name, held)
 
     def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
-        """Overwrite elements `run` of a state, which is created if it does not exist yet."""
-        for part, piece in self._covering(bucket, run):
-            mine = values[piece.start - run.start : piece.stop - run.start]
+        """Overwrite elements `run` of a state.  A state that does not exist yet is created."""
+        for part, held in self._covering(bucket, run):
+            mine = values[held.start - run.start : held.stop - run.start]
             if part.bucket.master.location == "file":
-                part.arrays[name].write(piece.start - part.run.start, mine)
+                part.arrays[name].write(held.start - part.run.start, mine)
                 # marks the state as existing
                 self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))
                 continue
             if name not in self.torch_optimizer.state[part.parameter]:
                 self._start_state(part)
-            self._state_of(part, name, piece).copy_(mine)
+            self._state_of(part, name, held).copy_(mine)
 
     def _covering(self, bucket: Bucket, run: Interval) -> list[tuple[Part, Interval]]:
         """Return the parts that hold elements `run` of a bucket, each with the interval that it holds."""
-        found = [(part, piece) for part in self.parts.get(bucket, ()) if (piece := intersect(part.run, run))]
-        if sum(piece.size for _, piece in found) != run.size:
+        found = [(part, held) for part in self.parts.get(bucket, ()) if (held := intersect(part.run, run))]
+        if sum(held.size for _, held in found) != run.size:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
 
-    def _state_of(self, part: Part, name: str, piece: Interval) -> Tensor:
-        start, stop = piece.start - part.run.start, piece.stop - part.run.start
+    def _state_of(self, part: Part, name: str, held: Interval) -> Tensor:
+        start, stop = held.start - part.run.start, held.stop - part.run.start
         if part.bucket.master.location == "file":
             return part.arrays[name].read(start, stop)
         state: Tensor = self.torch_optimizer.state[part.parameter][name]
         return state[start:stop]
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Return state that is one number, by optimizer group: all parameters of a group have the same number of steps."""
+        """Return the optimizer's scalar state (such as Adam's step count) for each group.
+
+        One value per group is enough, because all parameters of a group have taken the same number of steps.
+        """
         parts = self._every if self.steps_taken else ()
         states = {str(part.group): self.torch_optimizer.state[part.parameter] for part in parts}
         # The host waits for the device here: once for each group, not for each part.
@@ -196,7 +197,7 @@ class ShardedOptimizer:
         """Continue as after `steps_taken` steps.  Element-wise state must have been written.
 
         Args:
-            scalars: `scalars()` of all ranks, joined.
+            scalars: the merged result of `scalars()` of all ranks.
         """
         self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self.groups
         for part in self._every:
@@ -212,7 +213,7 @@ class ShardedOptimizer:
                     state[name] = torch.tensor(value)
 
     def reset(self) -> None:
-        """Forget all state: the next step is the first."""
+        """Discard all state, so that the next step is the first one."""
         self.steps_taken = 0
         self.torch_optimizer.state.clear()
         for part in self._every:
@@ -236,7 +237,7 @@ class ShardedOptimizer:
 
 
 def _cut(bucket: Bucket) -> list[Part]:
-    """Cut the owned elements of a bucket by optimizer group, and elements in a file into parts of bounded size."""
+    """Split the owned elements of a bucket by optimizer group; elements in a file are split further, to a bounded size."""
     parts, in_file = [], bucket.master.location == "file"
     for group, whole in bucket.layout.intervals(lambda info: info.group):
         run = intersect(whole, bucket.owned)

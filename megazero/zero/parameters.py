@@ -38,11 +38,11 @@ DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 @dataclass(frozen=True)
 class Gathering:
-    """How weights reach the modules.
+    """How the updated weights are gathered for the modules.
 
     Args:
-        hides: gathers may run behind the next forward: nothing reads weights after an update without `wait`, except a
-            unit's own forward.
+        hides: gathers may overlap the next forward: only a unit's own forward reads weights after an update without
+            calling `wait`.
         gatherer_type: gathers the units of stage 3.
     """
 
@@ -54,14 +54,14 @@ class ShardedParameters:
     """Moves a model's parameters into buckets and holds the buckets.
 
     Args:
-        parts: parameters on the meta device get their values shard by shard.
-        state: this rank.  If one rank of the world cannot allocate, all fail together.
+        parts: the model; its parameters on the meta device are initialised shard by shard.
+        state: this rank's groups and device.  If one rank of the world cannot allocate, all ranks fail together.
 
     Attributes:
         sizes: sizes of buckets and of the working buffers of gradients.
         memory: allocates what this rank holds.
         gathers: brings updated weights to every rank.
-        hides_gathers: gathers run behind the next forward: the model allows it, and the network sends without this
+        hides_gathers: gathers overlap the next forward, because the model allows it and the network sends without this
             rank's help.
     """
 
@@ -71,9 +71,9 @@ class ShardedParameters:
         agree(partial(plan.memory.open, state.rank), world, StorageError)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, plan, parts.ties), world, StorageError)
-        self._originals = {one.name: one.parameter.data for one in parts.described if not one.parameter.is_meta}
+        self._originals = {param.name: param.parameter.data for param in parts.described if not param.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
-        self._bind({one.name: one.parameter for one in parts.described}, parts.units)
+        self._bind({param.name: param.parameter for param in parts.described}, parts.units)
         slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots]
         places = {id(self.by_name[slot.info.name]): (bucket, slot) for bucket, slot in slots}
         kind = "cpu" if self.policy.on_cpu else "cuda"
@@ -105,7 +105,7 @@ class ShardedParameters:
             self.buckets.append(bucket)
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[UnitModule]) -> None:
-        """Make every module's parameter a view of its bucket.  A shared parameter stays shared."""
+        """Make every module's parameter a view of its bucket.  Modules that share a parameter keep sharing it."""
         bound: dict[int, nn.Parameter] = {}
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
@@ -120,27 +120,29 @@ class ShardedParameters:
                 new = original if same_kind else nn.Parameter(view, requires_grad=original.requires_grad)
                 bound[id(original)] = self.by_name[slot.info.name] = new
         for unit in units:
-            for part, key in unit.attributes:
-                parameter = part._parameters[key]
-                part._parameters[key] = bound.get(id(parameter), parameter)
+            for module, key in unit.attributes:
+                parameter = module._parameters[key]
+                module._parameters[key] = bound.get(id(parameter), parameter)
 
     def init_weights(self, seed: int, state: ParallelState) -> None:
-        """Give every parameter its initial value, a function of (seed, canonical name, element) only."""
+        """Initialise every parameter.  An initial value depends only on the seed, the canonical name and the element's
+        index.
+        """
         self.gathers.wait()
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 run = intersect(slot.interval, bucket.owned)
                 if run is not None:
-                    part, axis = torch.empty(run.size, device=self.policy.device), slot.info.spec.axis(state)
-                    slot.info.spec.init_weights(part, run.start - slot.start, axis.index, axis.size, seed)
-                    bucket.write(bucket.master, run, part)
+                    values, axis = torch.empty(run.size, device=self.policy.device), slot.info.spec.axis(state)
+                    slot.info.spec.init_weights(values, run.start - slot.start, axis.index, axis.size, seed)
+                    bucket.write(bucket.master, run, values)
         self.sync_from_master()
 
     def load_from_module(
         self, dp: Axis, tp: Axis, ties: Mapping[str, Axis], deferred: DeferredValues = lambda _: None
     ) -> None:
-        """Copy the values that the model was built with to the buckets.  All ranks get those of the first data-parallel
-        rank.
+        """Copy the values that the model was built with into the buckets.  All ranks get the values of the first
+        data-parallel rank.
 
         Args:
             dp, tp, ties: see `overwrite`.
@@ -155,7 +157,7 @@ class ShardedParameters:
         self.all_gather_weights()
 
     def _whole_values(self, bucket: Bucket, deferred: DeferredValues, *, is_source: bool) -> Tensor:
-        """Return the values that a bucket's parameters were built with, fp32 [padded]; zeros unless this rank is the
+        """Return the values that a bucket's parameters were built with, fp32 [padded]; zeros if this rank is not the
         source.
         """
         flat = torch.zeros(bucket.layout.padded_numel, device=self.policy.device)
@@ -171,8 +173,8 @@ class ShardedParameters:
         return flat
 
     def distinct_buckets(self) -> list[list[Bucket]]:
-        """Return the buckets that hold different values, each with all its copies on this rank, in an order that all
-        ranks share.
+        """Group the buckets of this rank by value: each list holds all copies of one bucket.  The order is the same on
+        all ranks.
         """
         found: dict[str, list[Bucket]] = {}
         # Ranks have tied parameters at different places; sorted by name, the order is the same on all.
@@ -184,13 +186,14 @@ class ShardedParameters:
     def overwrite(
         self, copies: Sequence[Bucket], flat: Tensor, dp: Axis, tp: Axis, ties: Mapping[str, Axis], source: int = 0
     ) -> None:
-        """Make one data-parallel rank's values the master weights and weight shards of every rank.  A collective call.
+        """Broadcast one data-parallel rank's values to the master weights and weight shards of every rank.  A collective
+        call.
 
         Args:
-            copies: one list of `distinct_buckets`.
+            copies: all copies of one bucket on this rank, as `distinct_buckets` lists them.
             flat: full values of the bucket, fp32 [padded].
-            tp: ranks that become equal in the parameters that tp does not split.
-            ties: ranks that become equal in a tied parameter, by logical name.
+            tp: the axis over which parameters that tp does not split are made equal.
+            ties: the axis over which a tied parameter is made equal, by logical name.
             source: index of the rank in `dp` that sends its values.
         """
         self.gathers.wait()
@@ -217,7 +220,7 @@ class ShardedParameters:
         self.all_gather_weights()
 
     def all_gather_weights(self, *, changed: Sequence[Bucket] | None = None) -> None:
-        """Make the changed weights of all ranks visible to modules.
+        """All-gather changed weights, so that the modules of every rank see them.
 
         Args:
             changed: the changed buckets; None: all.
@@ -227,7 +230,7 @@ class ShardedParameters:
         self.gathers.gather(buckets)
 
     def absent_gradient_bytes(self) -> int:
-        """Bytes in `memory_bytes` of gradients that are not allocated yet in this step."""
+        """Bytes of gradients that `memory_bytes` counts although they are not allocated yet in this step."""
         return sum(bucket.full_gradient_bytes for bucket in self.buckets if bucket.full_gradient is None)
 
     def memory_bytes(self) -> dict[str, int]:

@@ -56,27 +56,31 @@ _DRAWS = 4  # 16-bit numbers in a random word
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers for rounding rows of a bucket.  Element i of row r uses number `first` + r `stride` + i of `key`."""
+    """Random numbers for the stochastic rounding of the rows of a bucket.
+
+    Element i of row r uses number `first` + r * `stride` + i of the random sequence of `key`.
+    """
 
     key: int
     first: int
     stride: int
 
     def words(self, rows: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the key and the random word of each row's element `start`, [rows, 1].  All numbers must be multiples
-        of a block.
+        """Return the key, and for each row the random word of its element `start`, [rows, 1].
+
+        `start`, `first` and `stride` must be multiples of a block.
         """
         first = torch.arange(rows, device=device).mul_(self.stride // _DRAWS).add_((self.first + start) // _DRAWS)
         return torch.full((), self.key, device=device), first.unsqueeze(1)
 
 
 def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, stride: int) -> Noise:
-    """Return the noise for a bucket that rank number `sender` of an axis sends in micro-batch `round_` of a step."""
+    """Return the rounding noise of a bucket that rank `sender` of an axis sends in micro-batch `round_` of a step."""
     return Noise(derive_key(step, f"rounding of {bucket} in {round_} by {sender}"), first, stride)
 
 
 def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tensor, bits: int) -> Tensor:
-    """Write rounded numbers to `integers` and return the scales.
+    """Quantize `blocks` into `integers` and return the scales.
 
     Args:
         blocks: [rows, blocks, 256].
@@ -123,7 +127,7 @@ def summed_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once for all sizes, since buckets have many."""
+    """Compile a function once for all sizes, since buckets have many different sizes."""
     return torch.compile(function, dynamic=True)
 
 
@@ -133,9 +137,9 @@ class BlockFormat:
     numel is a multiple of a block.
 
     Args:
-        bits: 4 or 8, of each packed number.
-        at_once: process about this many numbers at a time, which bounds temporary memory.
-        compiled: returns the function to call instead of a given one; see [Note: passes over memory].
+        bits: size of a packed number, 4 or 8.
+        at_once: number of elements to process at a time, about; it bounds temporary memory.
+        compiled: compiles a function, or returns it unchanged; see [Note: passes over memory].
     """
 
     bits: int
@@ -144,8 +148,8 @@ class BlockFormat:
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
-        """Return the format for the device of a policy.  A GPU gets larger pieces, since each kernel takes microseconds
-        to start.
+        """Return the format for the policy's device.  A GPU processes larger pieces at a time, since every kernel launch
+        takes microseconds.
         """
         if policy.compiles:
             return cls(bits, sys.maxsize, _compiled)
@@ -175,8 +179,8 @@ class BlockFormat:
             function(out.view(-1, BLOCK)[at], integers, scale, self.bits)
 
     def _pieces(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield pieces of the blocks: their slice, scales fp32 [rows, blocks, 1] and integers int8 [rows, blocks,
-        bytes].
+        """Yield the blocks piece by piece: the slice of blocks, their scales, fp32 [rows, blocks, 1], and their
+        integers, int8 [rows, blocks, bytes].
         """
         rows, count = packed.shape[0], packed.shape[1] // self.nbytes(BLOCK)
         scales = packed[:, : count * _SCALE_BYTES].view(torch.float32).unsqueeze(2)
@@ -188,7 +192,7 @@ class BlockFormat:
 
 
 class InTwo:
-    """Two operations of which the second starts after the first, in `advance` or `wait`.  Used like a `Pending`."""
+    """A `Pending` of two operations.  `advance` or `wait` starts the second one after the first has ended."""
 
     def __init__(self, first: Pending, then: Callable[[], Pending]) -> None:
         self._pending, self._then = first, [then]
@@ -206,7 +210,7 @@ class InTwo:
 
 
 class QuantizedScatter(Reduction):
-    """Like `ReduceScatter`, but gradients travel in blocks of a few bits; see [Note: one sum].
+    """A `ReduceScatter` that sends gradients as quantized blocks; see [Note: one sum].
 
     Attributes:
         sender: index of this rank among the ranks that send gradients of its shards.
@@ -256,18 +260,18 @@ class QuantizedScatter(Reduction):
 
 
 class QuantizedGather:
-    """All-gathers of weights in 8 bits.
+    """All-gathers of weights quantized to 8 bits.
 
     Args:
-        pool: provides the buffers, all of one size.
-        largest: most numbers that are gathered at once.
+        pool: provides the buffers, all of the same size.
+        largest: most elements that are gathered at once.
     """
 
     def __init__(self, blocks: BlockFormat, pool: BufferPool, largest: int) -> None:
         self._blocks, self._pool, self._numel = blocks, pool, blocks.nbytes(largest) // _SCALE_BYTES
 
     def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """Start a gather like `all_gather`; see [Note: equal weights]."""
+        """Start an all-gather of quantized weights; arguments as in `all_gather`.  See [Note: equal weights]."""
         buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), axis.size, axis.index
         packed = buffer.view(torch.uint8)[: ranks * self._blocks.nbytes(shard.numel())].view(ranks, -1)
         mine = packed[at : at + 1]

@@ -21,7 +21,7 @@ _IN_FLIGHT = 2  # if the host adds results, or this rank takes part itself: more
 
 
 def reduction_queue(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int) -> ReductionQueue:
-    """Return what reduces these buckets.  Every rank must call this.
+    """Return the queue that reduces these buckets.  Every rank must call this.
 
     Args:
         bucket_bytes: `zero.bucket_bytes`; working buffers take at most twice as much, or twice the largest part.
@@ -48,19 +48,19 @@ def plan_reductions(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
     by_themselves = [runs_by_itself(axis) for axis in axes]  # no short-circuit: every rank of an axis must take part
     hides = stays and all(by_themselves)
     sizes = {bucket: max(part.size for part in bucket.gradient_parts) * bucket.layout.shards for bucket in buckets}
-    largest, kept = max(sizes.values(), default=0), policy.accumulate_dtype.itemsize
+    largest, accumulate_bytes = max(sizes.values(), default=0), policy.accumulate_dtype.itemsize
     sent = max((way.working_bytes(largest) for way in ways.values()), default=0)
     if all(bucket.sums_whole for bucket in buckets):
         usual = max((sizes[bucket] for bucket in buckets if len(bucket.layout.slots) > 1), default=largest)
         most_bytes = max(_IN_FLIGHT * sent, 2 * bucket_bytes if sent and hides else 0)
     else:
-        usual, itemsize = largest, max(policy.reduce_dtype.itemsize, kept)
-        most_bytes = max(2 * max(bucket_bytes, largest * itemsize), largest * kept + sent)
+        usual, itemsize = largest, max(policy.reduce_dtype.itemsize, accumulate_bytes)
+        most_bytes = max(2 * max(bucket_bytes, largest * itemsize), largest * accumulate_bytes + sent)
     return ReductionPlan(ways, sys.maxsize if hides else _IN_FLIGHT, usual, most_bytes)
 
 
 def _reduction(policy: ShardingPolicy, placement: Placement, is_whole: bool) -> Reduction:
-    """Return how buckets are reduced of which each rank needs the whole sum, or its shard."""
+    """Return the reduction after which each rank has the whole sum of a bucket (`is_whole`), or its shard of it."""
     if policy.gradient_bits and not is_whole:
         from megazero.zero.quantized import QuantizedScatter  # few runs need it
 
@@ -72,7 +72,7 @@ def _reduction(policy: ShardingPolicy, placement: Placement, is_whole: bool) -> 
 def plan_last_sums(
     buckets: Sequence[Bucket], tp: Axis, ties: Mapping[str, Axis], device: torch.device
 ) -> list[Callable[[], None]]:
-    """Return the sums that follow the reductions of a step, to be called in order; see `replica_sums`."""
+    """Return the functions to call, in order, after the reductions of a step; see `replica_sums`."""
     if tp.size == 1 and not any(bucket.layout.tie for bucket in buckets):
         return []
     from megazero.zero.replica_sums import sum_partial_over_tp, sum_tied  # few runs need it

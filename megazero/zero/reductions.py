@@ -49,12 +49,12 @@ class Chunk:
 
 
 class Reduction(ABC):
-    """How some buckets are reduced.
+    """A way to reduce buckets.
 
     Args:
-        axis: the ranks that share them.
-        accumulate_dtype: format in which gradients add up.
-        dtype: format in which they travel.
+        axis: the axis of the ranks that share the buckets.
+        accumulate_dtype: dtype in which gradients are accumulated.
+        dtype: dtype in which gradients are sent.
     """
 
     def __init__(self, axis: Axis, accumulate_dtype: torch.dtype, dtype: torch.dtype = torch.float32) -> None:
@@ -63,14 +63,16 @@ class Reduction(ABC):
 
     @abstractmethod
     def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
-        """Start reducing a chunk: set its pending collective, its result, and the buffers to hold until it is finished."""
+        """Start to reduce a chunk: set its pending collective, its result, and the buffers that it holds until it is
+        finished.
+        """
 
     def working_bytes(self, numel: int) -> int:
         """Bytes of extra buffers that a reduction of `numel` elements needs."""
         return numel * self._narrows * self.dtype.itemsize
 
     def narrowed(self, chunk: Chunk, queue: ReductionQueue) -> Tensor:
-        """Return the gradients in the format in which they travel."""
+        """Return the chunk's gradients in the dtype in which they are sent."""
         if not self._narrows:
             return chunk.full
         filled, chunk.buffers = chunk.buffers, []
@@ -84,13 +86,13 @@ class Reduction(ABC):
         return chunk.buffers[-1][: chunk.full.numel()]
 
     def scatter(self, chunk: Chunk, out: Tensor, full: Tensor, axis: Axis, queue: ReductionQueue) -> Pending:
-        """Start a reduce-scatter.  What other ranks send arrives in a working buffer and is summed there."""
+        """Start a reduce-scatter.  The shards from other ranks arrive in a working buffer and are summed there."""
         arrives = self.lend_whole(chunk, queue) if arriving_elements(full.numel(), axis) else None
         return reduce_scatter(out, full, axis, arrives)
 
 
 class AllReduce(Reduction):
-    """Every rank gets the whole sum."""
+    """A reduction after which every rank has the whole sum."""
 
     def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
         sent = self.narrowed(chunk, queue)
@@ -100,7 +102,7 @@ class AllReduce(Reduction):
 
 
 class ReduceScatter(Reduction):
-    """Every rank gets the sum of its shard."""
+    """A reduction after which every rank has the sum of its shard."""
 
     def working_bytes(self, numel: int) -> int:
         return super().working_bytes(numel) + arriving_elements(numel, self.axis) * self.dtype.itemsize
@@ -119,11 +121,11 @@ class ReductionPlan:
 
     Args:
         ways: how each bucket is reduced.
-        most_in_flight: reductions that run at once.
-        smallest_buffer: most buffers have this many elements, so that their memory is used again.  If gradients add up
-            in them, each can hold any part of any bucket.
-        most_bytes: limit of all working buffers.  Several parts that fill at once may exceed it; the excess is freed at
-            the end of the step.
+        most_in_flight: most reductions that run at once.
+        smallest_buffer: smallest size of a buffer, in elements; most buffers have this size, so that they can be
+            reused.  If gradients are accumulated in buffers, any part of any bucket fits into a buffer of this size.
+        most_bytes: limit of the bytes of all working buffers.  Several parts that fill at the same time may exceed it;
+            the excess is freed at the end of the step.
     """
 
     ways: Mapping[Bucket, Reduction]
@@ -200,7 +202,7 @@ class ReductionQueue:
         return True
 
     def finish_all_but(self, count: int) -> None:
-        """Finish the oldest running reductions, until `count` are left."""
+        """Finish the oldest reductions until at most `count` are running."""
         while len(self._in_flight) > count:
             chunk = self._in_flight[0]
             chunk.pending.wait()  # if a signal interrupts this, the chunk is still first and is waited for again
@@ -211,7 +213,7 @@ class ReductionQueue:
             self.sum_over_replicas(chunk)
 
     def sum_over_replicas(self, chunk: Chunk) -> None:
-        """Start to sum the result of a part's last reduction over the ranks that hold the same shard."""
+        """Start to sum the result of a part's last reduction over the replicas, which hold the same shard."""
         if self.replicas is not None and chunk.is_last:
             self.replicas.start(chunk.bucket, chunk.gradient)
 
@@ -223,10 +225,10 @@ def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     with more, a GPU would wait for launches.
     """
     norms: dict[torch.device, list[Tensor]] = {device: []}
-    for part in parts:
-        blocks = part.numel() // _NORM_BLOCK
-        whole, rest = part.split([blocks * _NORM_BLOCK, part.numel() - blocks * _NORM_BLOCK])
-        here = norms.setdefault(part.device, [])
+    for tensor in parts:
+        blocks = tensor.numel() // _NORM_BLOCK
+        whole, rest = tensor.split([blocks * _NORM_BLOCK, tensor.numel() - blocks * _NORM_BLOCK])
+        here = norms.setdefault(tensor.device, [])
         here += [torch.linalg.vector_norm(whole.view(blocks, _NORM_BLOCK), dim=1)] if blocks else []
         here += [torch.linalg.vector_norm(rest, dim=0, keepdim=True)] if rest.numel() else []
     sums = [torch.cat(here).double().square().sum().to(device) for here in norms.values() if here]

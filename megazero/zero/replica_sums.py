@@ -51,7 +51,9 @@ class ReplicaSums:
         self.most_bytes = _IN_FLIGHT * self._largest * self._dtype.itemsize
 
     def start(self, bucket: Bucket, gradient: Tensor) -> None:
-        """Start to sum this rank's part of a bucket's gradient, which is already reduced within the group."""
+        """Start to sum this rank's part of a bucket's gradient over the replicas.  The part is already reduced within the
+        group.
+        """
         axis = bucket.placement.replica
         if axis.size == 1:
             return
@@ -62,7 +64,7 @@ class ReplicaSums:
             self._start(gradient, axis)
 
     def finish(self) -> None:
-        """Finish every sum.  Gradients on the host must have arrived there."""
+        """Finish every sum.  Copies of gradients to the host must have ended."""
         for gradient, axis in self._on_host:
             self._start(gradient, axis)
         self._on_host.clear()
@@ -75,7 +77,7 @@ class ReplicaSums:
         self._summed.clear()
 
     def reopen(self) -> None:
-        """Allow more gradients after the sums.  Only the first replica keeps the sums, so that they count once."""
+        """Allow more gradients after the sums.  All replicas but the first set the sums to zero, so that they count once."""
         self.finish()
         for gradient, axis in self._summed:
             if axis.index > 0:
@@ -102,7 +104,7 @@ class ReplicaSums:
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:
-    """Sum the gradients of which each tp rank has computed only a part.
+    """Sum over tp the gradients of parameters of which each tp rank computes only a partial gradient.
 
     Args:
         device: where the sum runs; the same kind on all ranks.
@@ -115,15 +117,14 @@ def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.devic
     ]
     if not parts or tp.size == 1:
         return
-    flat = torch.cat([part.to(device) for part in parts])  # offloaded gradients are on the host
+    flat = torch.cat([gradient.to(device) for gradient in parts])  # offloaded gradients are on the host
     all_reduce(flat, tp).wait()
-    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(summed)
+    for gradient, summed in zip(parts, flat.split([gradient.numel() for gradient in parts]), strict=True):
+        gradient.copy_(summed)
 
 
 def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis], device: torch.device) -> None:
-    """Sum the gradients of all copies of each tied parameter, over this rank's copies and over the ranks that hold
-    others.
+    """Sum the gradients of all copies of each tied parameter: those on this rank, and those on other ranks.
 
     Args:
         ties: the ranks that hold a tied parameter, by its logical name.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """One rank's share of a model, with its gradients and optimizer.
+    """One rank's shards of a model, with their gradients and optimizer.
 
     Attributes:
         scale: factor on the losses of this step.
@@ -87,7 +87,7 @@ class ShardedModel:
         return 0 if self.scaler is None else self.scaler.skipped_steps
 
     def begin_step(self, micro_batches: int) -> None:
-        """Discard the last step's gradients.  Every parameter is expected once per micro-batch."""
+        """Discard the last step's gradients, and expect one gradient of every parameter per micro-batch."""
         # Both counts include the steps before a resume.
         self.reducer.begin_step(micro_batches, self.optimizer.steps_taken + self.skipped_steps)
         if self.parameters.gatherer is not None:
@@ -95,7 +95,7 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Complete the step's gradients, times `scale`, in the buckets (of each bucket, the elements `summed`)."""
+        """Finish all reductions.  Each bucket then holds the step's gradients, times `scale`, of its elements `summed`."""
         self.reducer.finish()
         for add_up in self._last_sums:
             add_up()
@@ -175,11 +175,11 @@ class ShardedModel:
         self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
-        """Return the scalar state of the optimizer by group, over all ranks.  A collective call."""
+        """Return the optimizer's scalar state for each group, merged from all ranks.  A collective call."""
         self.parameters.gathers.wait()  # buckets may not be updated yet
         merged: dict[str, dict[str, float]] = {}
-        for one in gather_objects(self.optimizer.scalars(), self.state.world):
-            merged |= one
+        for scalars in gather_objects(self.optimizer.scalars(), self.state.world):
+            merged |= scalars
         return merged
 
     def memory_bytes(self) -> dict[str, int]:

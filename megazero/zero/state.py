@@ -81,7 +81,7 @@ class ShardedState:
         return None if array.tensor is None else bucket.owned_part(array.tensor, run)
 
     def write(self, kind: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
-        """Overwrite the elements."""
+        """Overwrite elements `run` of one kind of state in a bucket."""
         self._wait_for_step()
         array = self._array(kind, bucket)
         if array is None:

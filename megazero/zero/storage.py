@@ -235,7 +235,7 @@ class StateMemory:
         self.policy = policy
 
     def residency(self, layout: BucketLayout) -> Residency:
-        """Return what this rank holds of a bucket, and where."""
+        """Return which elements of a bucket this rank holds, and where."""
         return Residency.of(layout, self.policy.zero_stage)
 
     def open(self, rank: int) -> None:

@@ -40,7 +40,7 @@ class UnitModule:
     def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """Yield each module that reads parameters of the unit in its forward, with those parameters."""
         if not self.readers:
-            yield self.module, [param for part, key in self.attributes if (param := part._parameters[key]) is not None]
+            yield self.module, [param for mod, key in self.attributes if (param := mod._parameters[key]) is not None]
         for reader in self.readers:
             yield reader, list(reader.parameters())
 
@@ -92,7 +92,7 @@ def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = Fa
 
 def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, str], ...]:
     """Return (module, attribute) of every parameter that one of these modules holds directly."""
-    return tuple((part, key) for part in modules for key, value in part._parameters.items() if value is not None)
+    return tuple((module, key) for module in modules for key, value in module._parameters.items() if value is not None)
 
 
 def describe(model: nn.Module) -> Iterator[ModelParam]:
@@ -100,9 +100,9 @@ def describe(model: nn.Module) -> Iterator[ModelParam]:
     every tp rank.
     """
     seen: set[int] = set()
-    for prefix, part in model.named_modules():
-        specs = getattr(part, "specs", {})
-        for key, parameter in part._parameters.items():
+    for prefix, module in model.named_modules():
+        specs = getattr(module, "specs", {})
+        for key, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -122,13 +122,13 @@ def logical_rows(described: Sequence[ModelParam], ties: Mapping[str, Axis]) -> R
 
 
 def check_parameters(described: Sequence[ModelParam], stage: int, held: Mapping[int, Rows]) -> None:
-    """Check that something trains and that no two parameters have one name in a checkpoint.
+    """Check that at least one parameter trains, and that no two parameters have the same name in a checkpoint.
 
     Args:
         held: the rows that each pipeline stage holds.
 
     Raises:
-        ValueError: nothing trains on this rank, or two parameters would be one tensor in a checkpoint.
+        ValueError: no parameter trains on this rank, or two parameters would be written as the same tensor.
     """
     if not any(param.parameter.requires_grad for param in described):
         hint = "there is nothing to train there"

@@ -85,7 +85,7 @@ class WeightGathers:
                 if buckets:  # functions, not methods: a copy of the module must not copy `self`
                     self._hooks.append(reader.register_forward_pre_hook(lambda *_, own=buckets: self.wait_for(own)))
             if unit.readers and of_unit:
-                hook = reading_no_weights(lambda part, _, own=of_unit: self.wait_for(own) if is_hooked(part) else None)
+                hook = reading_no_weights(lambda mod, _, own=of_unit: self.wait_for(own) if is_hooked(mod) else None)
                 self._hooks.append(unit.module.register_forward_pre_hook(hook))
 
     def detach(self) -> None:

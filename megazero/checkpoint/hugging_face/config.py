@@ -29,18 +29,18 @@ def format_of(family: str) -> HuggingFaceFormat:
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a resolved model's logical tensors by name, in the order of the layers."""
-    return {name: shape for one in describe(_whole(model)) for name, shape in one.spec.logical_shapes().items()}
+    return {name: shape for param in describe(_whole(model)) for name, shape in param.spec.logical_shapes().items()}
 
 
 def buffers(model: ModelConfig) -> set[str]:
     """Names of the tensors that layers change, which every step holds in fp32."""
-    return {one.spec.name for one in describe(_whole(model)) if one.spec.buffer}
+    return {param.spec.name for param in describe(_whole(model)) if param.spec.buffer}
 
 
 def folded(model: ModelConfig) -> tuple[ModelConfig, dict[str, float]]:
     """A model without muP that computes the same if these tensors, of the final norm, take the factor of its logits."""
     head = None if model.mup_base_width is None else _whole(model).head
-    names = [] if head is None else [one.spec.name for one in describe(head.norm)]
+    names = [] if head is None else [param.spec.name for param in describe(head.norm)]
     return model.model_copy(update={"mup_base_width": None}), dict.fromkeys(names, 1.0 / model.width_ratio)
 
 

@@ -75,10 +75,10 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         raise index.CheckpointError(f"{folder} holds no averages of the weights: [average] of the run was none")
     weights = StoredTensors(folder, MODEL)
     shapes, in_fp32 = logical_shapes(model), buffers(model)
-    kept = weights[next(iter(shapes.keys() - in_fp32))].dtype
-    wanted = DTYPES[dtype] if dtype else kept
+    stored = weights[next(iter(shapes.keys() - in_fp32))].dtype
+    wanted = DTYPES[dtype] if dtype else stored
     wide = AVERAGE if averaged else MASTER  # fp32
-    masters = StoredTensors(folder, wide) if averaged or (wanted != kept and MASTER in kinds) else None
+    masters = StoredTensors(folder, wide) if averaged or (wanted != stored and MASTER in kinds) else None
     tensors: Layout = {name: (torch.float32 if name in in_fp32 else wanted, shape) for name, shape in shapes.items()}
 
     def read(name: str) -> Tensor:

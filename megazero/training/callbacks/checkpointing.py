@@ -69,7 +69,7 @@ class Checkpointing(Callback):
                 self._note_val_losses()
 
     def after_step(self, record: StepRecord) -> None:
-        """Save the step if a save is due.  Called again after the evaluation of the step."""
+        """Save a checkpoint if this step is due.  Called a second time after the step's evaluation."""
         if not (record.is_last or self._is_due(record.step)):
             return
         if self._last == index.step_folder(self._root, record.step):
@@ -108,10 +108,10 @@ class Checkpointing(Callback):
         """Look on rank 0 and return on every rank what it found."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, index.CheckpointError)
         is_own = found is not None and found.parent == self._root  # then its name will do: not every URL names its host
-        told = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
-        if told is None:
+        sent = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
+        if sent is None:
             return None
-        is_own, path = told
+        is_own, path = sent
         return self._root.child(path) if is_own else folder_at(path)
 
     def resume(self, engine: Engine, fingerprint: str, fingerprint_at: Callable[[int], str] | None = None) -> Position:
@@ -215,7 +215,10 @@ class Checkpointing(Callback):
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
-        """Start to save a step, unless it is saved already.  `val_loss`: the step's, if known.  Raises: LostPeerError."""
+        """Start to save a checkpoint of this step, unless it is saved already.
+
+        `val_loss`: the step's validation loss, if it was evaluated.  Raises: LostPeerError.
+        """
         folder = index.step_folder(self._root, position.step)
         if self._last == folder:
             return

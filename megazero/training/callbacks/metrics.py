@@ -119,7 +119,7 @@ class MetricsFile(RecordFile):
     _is_mine = False  # opened before, so that all of it is of this run
 
     def _open(self, after_step: int) -> None:
-        kept = end = 0
+        intact_bytes = end = 0
         dropped: list[bytes] = []
         check_regular(self._path)
         if self._path.exists():
@@ -127,7 +127,7 @@ class MetricsFile(RecordFile):
                 for line in lines:  # one without an end is of a run that was killed
                     end += len(line)
                     if line.endswith(b"\n") and _step_of(line) <= after_step:
-                        kept, dropped = end, []
+                        intact_bytes, dropped = end, []
                     else:
                         dropped.append(line)
         if not self._is_mine and not all(_is_done_again(line, after_step) for line in dropped):
@@ -135,7 +135,7 @@ class MetricsFile(RecordFile):
         self._is_mine = True
         self._path.touch()
         self._file = self._path.open("r+b", buffering=0)
-        self._file.truncate(kept)
+        self._file.truncate(intact_bytes)
 
     def _set_aside(self, after_step: int) -> None:
         hint = f"see {copy_aside(self._path)}"
