@@ -19,11 +19,11 @@ from megazero.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Distribution of a step's tokens over experts.
+    """The distribution of a step's tokens over the experts.
 
     Args:
         tokens: int64 [layers, experts], number of counted tokens that each expert received.
-        entropy: [layers], of the router's scores, mean nats per token.
+        entropy: [layers], entropy of the router's scores, in nats, mean over tokens.
         aux, z: the two losses, summed over layers, per counted token.
         first_layer: the first layer that has experts.
     """
@@ -51,8 +51,8 @@ class Routers:
     """The routers of this rank's stages.
 
     Args:
-        config: the run.
-        state: this rank.
+        config: configuration of the run.
+        state: this rank's groups and device.
         stages: its model chunks.
     """
 
@@ -82,7 +82,7 @@ class Routers:
             balance.grad_scale = grad_scale
 
     def update_biases(self) -> None:
-        """Move the biases of routers by the tokens of the last step.  A collective call of the world."""
+        """Adjust the biases of the routers to the load of the last step.  A collective call of the world."""
         if not self._bias_rate:
             return
         counts = self._tallies[:, :-3].double()

@@ -64,7 +64,7 @@ class Engine(StepEngine):
         discarded like those of a failed step.
 
         Args:
-            samples, count: samples of a micro-batch and number of micro-batches in a step.
+            samples, count: number of samples in a micro-batch, and of micro-batches in a step.
             evaluates: whether the run evaluates, which compiles once more.
         """
         if not self.compiles:

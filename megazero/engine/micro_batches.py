@@ -31,12 +31,12 @@ class BatchShare:
 
     Args:
         dp: the data-parallel axis.
-        device: where the tensors are.
+        device: device of the tensors.
         tokens: whether this rank embeds tokens.
         labels: whether this rank computes a loss.
         ulysses, ring: the axes of context parallelism.
         documents: whether attention stays within documents.
-        multiple: a step has a multiple of so many micro-batches, as the schedule asks.
+        multiple: the number of micro-batches in a step is a multiple of this; the schedule requires it.
     """
 
     dp: Axis
@@ -94,7 +94,8 @@ def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
 
 
 def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) -> None:
-    """Check that all ranks with the same index in dp, which share samples, have the same documents.  A collective call.
+    """Check that ranks with the same dp index, which work on the same samples, have the same documents.  A collective
+    call.
 
     Raises: ValueError, on every rank.
     """
@@ -110,9 +111,9 @@ def read_on_host(
 ) -> list[MicroBatch]:
     """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
-    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Beyond the last
-    sample every label is masked; where attention stays within documents, so is a label of another document than its token.
-    The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
+    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Labels beyond the last sample
+    are masked.  If attention stays within documents, a label in another document than its token is masked, too.  The
+    stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
     """
     share, end = replace(share, device=torch.device("cpu")), first + count
     samples_each = share_of_each(count, micro_batch_size, share)
@@ -145,7 +146,7 @@ def read_on_host(
 
 
 def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[MicroBatch]:
-    """Copy a step's micro-batches from the host to the device of `share`; `seq_len`: of whole samples."""
+    """Copy a step's micro-batches from the host to the device of `share`.  `seq_len`: tokens of a whole sample."""
     if share.device.type == "cpu":
         return batches
     ids, tokens, labels = (
@@ -161,7 +162,7 @@ def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[M
 
 
 def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[Any]:
-    """Tensors of one shape on a device, in one copy for which the host does not wait; as they are where there are none."""
+    """Copy tensors of equal shape to a device, in a single copy for which the host does not wait.  None stays None."""
     found = [tensor for tensor in tensors if tensor is not None]
     if not found:
         return tensors
@@ -170,22 +171,22 @@ def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[
 
 
 def share_of_each(count: int, micro_batch_size: int, share: BatchShare) -> int:
-    """Samples per dp rank: its slice of `count`, rounded up to whole micro-batches; arguments as `read_batches`."""
+    """Return the number of samples per dp rank: its slice of `count`, rounded up to whole micro-batches."""
     size = micro_batch_size * share.multiple
     return -(-count // (share.dp.size * size)) * size
 
 
 class ReadAhead:
-    """Reads for the next step, in a thread, while a step computes.
+    """Reads the next step's samples in a thread while the current step computes.
 
         thread    | read(2)         | read(3)
         step      | 1 . . . . . . . | 2 . . . . . . . | 3
 
-    At most one result waits.  A step that wants another one, after a roll-back or a skipped step, reads its own, and the one
-    that was read ahead is dropped, an error too.
+    At most one result is read ahead.  If a step needs other samples, after a roll-back or a skipped step, it reads them
+    itself, and the result that was read ahead is discarded, even if it is an error.
 
     Args:
-        read: called with what identifies a step's samples.
+        read: reads the samples of a step; its arguments identify them.
     """
 
     def __init__(self, read: Callable[..., list[MicroBatch]]) -> None:
@@ -193,7 +194,7 @@ class ReadAhead:
         self._next: tuple[object, Future[list[MicroBatch]]] | None = None
 
     def take(self, wanted: tuple[int, ...], following: tuple[int, ...] | None) -> list[MicroBatch]:
-        """The result of `read(*wanted)`.  Starts on `read(*following)`.  Raises: what `read(*wanted)` raises."""
+        """Return the result of `read(*wanted)`, and start `read(*following)`.  Raises: the errors of `read(*wanted)`."""
         ahead, self._next = self._next, None
         result = ahead[1].result() if ahead is not None and ahead[0] == wanted else self._read(*wanted)
         if following is not None:
@@ -201,5 +202,5 @@ class ReadAhead:
         return result
 
     def close(self) -> None:
-        """Wait for the thread to end."""
+        """Wait until the thread has ended."""
         self._thread.shutdown(cancel_futures=True)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
-    """Return the run's schedule, by name or from its file."""
+    """Return the kind of the run's schedule, by name or from its file."""
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
@@ -56,7 +56,7 @@ def read_own_schedule(run: ResolvedRun) -> Schedule | None:
     """Read `parallel.schedule_file` and check that it can run; None if the run has no such file.
 
     Raises:
-        ScheduleError: it cannot run; the message draws the place.
+        ScheduleError: it cannot run; the message shows where.
         ValueError, OSError: it cannot be read, or does not fit this run's sizes.
     """
     parallel = run.config.parallel
@@ -143,7 +143,7 @@ class RankStages:
         stages: one for each chunk.
         wgrad_queues: for each chunk, the queue of its weight gradients.
         offload: stores activations that layers move off the device or into an arena; None if no layer does.
-        heads: those of the stages that compute a loss.
+        heads: the heads of the stages that compute a loss.
     """
 
     stages: Sequence[GPTStage]
@@ -204,7 +204,7 @@ def expert_axis(config: RunConfig, state: ParallelState) -> Axis:
 
 
 def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttention | None:
-    """Return attention over sequence shards or within documents; None if a rank attends to whole samples."""
+    """Return the attention for sequence shards or documents; None if a rank attends to whole samples."""
     if state.cp.size == 1 and not config.data.document_mask:
         return None
     from megazero.layers.context_attention import ContextAttention
@@ -218,7 +218,7 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
 
 
 def qk_clip_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> QKClip | None:
-    """Return what clips queries and keys after a step; None if `optimizer.qk_clip` is unset."""
+    """Return the QK-clip, which rescales query and key weights after a step; None if `optimizer.qk_clip` is unset."""
     if config.optimizer.qk_clip is None:
         return None
     from megazero.engine.qk_clip import QKClip  # few runs need it
@@ -227,7 +227,8 @@ def qk_clip_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStag
 
 
 def paired_runner_of(config: RunConfig, state: ParallelState, kind: ScheduleKind) -> Callable[..., StageRunner] | None:
-    """Return a factory of stage runners in which the passes of a pair take turns; None if there are no pairs, or no waits.
+    """Return a factory of stage runners in which the passes of a pair take turns; None if the schedule has no pairs, or
+    its passes never wait.
 
     An arena returns activations in the order of the actions, so with one the passes of a pair cannot overlap.
     """
@@ -250,7 +251,7 @@ def routers_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStag
 
 
 def share_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> BatchShare:
-    """Return the part of each global batch that a rank with these stages needs."""
+    """Return the description of the part of each global batch that a rank with these stages needs."""
     return BatchShare(
         state.dp,
         state.device,
@@ -270,7 +271,7 @@ def shard(
     """Shard a rank's stages according to `[zero]` and `[precision]`.
 
     Args:
-        beside: two stages run at the same time.
+        beside: two stages of this rank may run at the same time.
     """
     modules = nn.ModuleList(built.stages)
     recipe = optimizer_of(config.optimizer, config.model.width_ratio)

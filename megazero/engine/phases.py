@@ -42,7 +42,7 @@ FINGERPRINT = "data fingerprint"  # key in the changes of a phase with other sam
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, with its own data and learning-rate schedule or those of the previous phase."""
+    """A part of a run.  It may have its own data and learning-rate schedule, or continue those of the previous phase."""
 
     step: int = 0  # steps before it
     changed: Mapping[str, list[Any]] = field(default_factory=dict)  # [old, new] by key
@@ -91,7 +91,9 @@ def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str
 
 
 def begins_anew(changed: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a phase that changes these keys restarts the data, and whether it restarts the learning-rate schedule."""
+    """Return whether a phase that changes these keys restarts the data, and whether it restarts the learning-rate
+    schedule.
+    """
     keys = changed.keys()
     return not keys.isdisjoint({FINGERPRINT, *KEYS_OF["seq_len"]}), not keys.isdisjoint(KEYS_OF["lr_schedule"])
 
@@ -236,9 +238,7 @@ def _model_changes(path: Location, config: RunConfig, trainer: TrainerState) -> 
 
 
 def _end_of(config: RunConfig, stored: str) -> str:
-    """Return advice to set the `data.eod_token` that reproduces the tokenizer of a checkpoint's fingerprint; "" if none
-    does.
-    """
+    """Return the advice to set a `data.eod_token` with which the fingerprint matches the checkpoint; "" if none does."""
     try:
         then = load_tokenizer(config.data.tokenizer, None, stored)
     except (OSError, ValueError):
@@ -248,7 +248,9 @@ def _end_of(config: RunConfig, stored: str) -> str:
 
 
 def _other_sources(config: RunConfig, trainer: TrainerState) -> str:
-    """What the checkpoint was trained on, and the sources with other tokens, as far as the files beside them say."""
+    """Say which data the checkpoint was trained on, and which sources have other tokens, as far as their identity files
+    tell.
+    """
     before = trainer.config.get("data", {}).get("sources", "unknown")
     found = {source.path: stored_identity(source.path) for source in config.data.sources}
     other = [path for path, own in found.items() if own is not None and own.content not in trainer.trained]

@@ -20,11 +20,13 @@ from megazero.parallel_state import Axis
 
 
 class QKClip:
-    """The attention of this rank's stages, watched from now on.  `config/rules.py` says which can be.
+    """Watches the largest attention scores of this rank's stages, and computes factors that clip them.
+
+    `config/rules.py` lists the attention variants that can be watched.
 
     Args:
-        stages: of this rank.
-        threshold: of the scores.
+        stages: the stages of this rank.
+        threshold: scores above it are clipped.
         dp: the data-parallel axis.
     """
 
@@ -37,12 +39,14 @@ class QKClip:
                     self._watched[f"{chunk}.{name.removesuffix('core')}qkv.weight"] = core.heads, watched
 
     def begin_step(self) -> None:
-        """Forget the last step."""
+        """Discard the maxima of the last step."""
         for _, watched in self._watched.values():
             watched.largest = None
 
     def row_factors(self) -> dict[str, Tensor]:
-        """By name of a weight the factors of its rows, q | k | v of this rank.  A collective call over dp."""
+        """Return for each fused weight, by name, the factors that scale its rows, q | k | v of this rank.  A collective
+        call over dp.
+        """
         found = {}
         for name, (heads, watched) in self._watched.items():
             assert watched.largest is not None

@@ -80,8 +80,8 @@ class ChunkRunner:
 
 
 class _Received(torch.autograd.Function):
-    """Makes a received activation a leaf of the graph.  Its gradient is appended to a list, and the graph does not hold
-    x.
+    """Makes a received activation a leaf of the graph.  Its gradient is appended to a list, and the graph does not hold a
+    reference to x.
     """
 
     @staticmethod

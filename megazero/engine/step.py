@@ -107,8 +107,8 @@ class StepEngine:
         return replace(statistics, skipped=not updated)
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Run a `train_step` without the update.  The buckets then hold the global batch's mean gradient, each rank its
-        shard.
+        """Run a `train_step` without the update.  Each rank's buckets then hold its shard of the global batch's mean
+        gradient.
         """
         return self.train_step(batches, None)
 
@@ -129,8 +129,8 @@ class StepEngine:
         return updated
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Evaluate micro-batches without gradients and dropout.  The loss is the mean over all ranks, nan if no token
-        is counted.
+        """Evaluate micro-batches, without gradients or dropout.  The loss is the mean over the counted tokens of all
+        ranks, nan if there are none.
 
         The statistics also report a `stop`, since an evaluation may take long.
 
@@ -240,7 +240,7 @@ class StepStatistics:
         finite: there is a loss, and loss and norm are finite.  Under fp16 it is True whenever there is a loss, since
             the loss scale handles overflows.
         stop: a rank wants the run to end after this step; the same on all ranks.
-        z_loss: mean over counted tokens, with its coefficient; not part of `loss`.
+        z_loss: mean z-loss over counted tokens, times its coefficient; not part of `loss`.
     """
 
     loss: float

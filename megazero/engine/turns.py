@@ -26,11 +26,11 @@ B = TypeVar("B")
 
 
 class AbandonedError(RuntimeError):
-    """The pass that this one takes turns with has failed."""
+    """Raised in a pass when the other pass of its pair has failed."""
 
 
 class Turns:
-    """Runs two functions that call `pass_on` where they would wait."""
+    """Runs two functions alternately: each calls `pass_on` where it would otherwise wait."""
 
     def __init__(self) -> None:
         self._gates = (Semaphore(0), Semaphore(0))
@@ -40,11 +40,15 @@ class Turns:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """A permanent thread: each new thread would start its own threads for matrix products."""
+        """The thread for `aside`.  It is permanent, because every new thread would start its own threads for matrix
+        products.
+        """
         return ThreadPoolExecutor(1, "turns")
 
     def pass_on(self) -> None:
-        """Let the other function run until it passes on or ends.  No-op if there is none.  Raises: AbandonedError."""
+        """Let the other function run until it passes on or ends.  No-op if no other function runs.  Raises:
+        AbandonedError.
+        """
         if self._failed:
             raise AbandonedError("the pass beside this one has failed")
         if self._both:
@@ -56,9 +60,9 @@ class Turns:
                 raise AbandonedError("the pass beside this one has failed")
 
     def run(self, aside: Callable[[], A], here: Callable[[], B]) -> tuple[A, B]:
-        """Run both functions and return their results.  `aside` begins, in another thread.
+        """Run both functions and return their results.  `aside` runs in another thread and begins.
 
-        Raises: the error of the first that fails; the other is stopped where it next passes on.
+        Raises: the error of the function that fails first; the other one is stopped at its next `pass_on`.
         """
         self._gates = (Semaphore(0), Semaphore(0))
         self._running, self._both, self._failed = 0, True, False
@@ -94,7 +98,9 @@ class Turns:
 
 
 class PairedStageRunner(StageRunner):
-    """Runs the forward and the backward of a pair in turns: one computes while the other waits for an exchange."""
+    """A stage runner that alternates between the forward and the backward of a pair: one computes while the other waits
+    for an exchange.
+    """
 
     def __init__(
         self, chunks: Sequence[ChunkRunner], model: ShardedModel, loss_gradient: LossGradient | None, turns: Turns

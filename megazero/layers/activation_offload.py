@@ -53,14 +53,17 @@ class ArenaStorage:
         self._mark = copier.start(self._host, memory)
 
     def bring(self) -> None:
-        """Start the copy to the device, unless the storage is there."""
+        """Start the copy to the device, unless the storage is on the device."""
         if self._memory is None:
             memory = torch.empty_like(self._host, device=self._device)
             self._mark = self._copier.start(memory, self._host)
             self._memory = memory  # not set if the copy fails
 
     def on_device(self) -> Tensor:
-        """Return the bytes.  Raises: RuntimeError: they changed between the operation that saved them and their copy."""
+        """Return the storage's bytes on the device.
+
+        Raises: RuntimeError: they were changed after the forward saved them and before they were copied.
+        """
         self._check()
         if self._error is not None:
             raise RuntimeError(self._error)
@@ -71,7 +74,7 @@ class ArenaStorage:
         return self._memory
 
     def leave(self) -> None:
-        """Free the memory on the device."""
+        """Free the storage's memory on the device."""
         self._check()
         self._wait()
         self._memory = self._original = None
@@ -120,7 +123,7 @@ def is_its_memory(tensor: Tensor) -> bool:
 
 
 class OffloadedLayer(SavedTensorHooks):
-    """The hooks for one forward of a layer.  With `offloads`, its saved tensors go to the arena."""
+    """The saved-tensor hooks for one forward of a layer.  With `offloads`, its saved tensors are stored in the arena."""
 
     def __init__(self, offload: ActivationStore, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
@@ -151,15 +154,15 @@ class ActivationStore:
     """Stores the saved tensors of one rank's layers in an arena.
 
     Args:
-        device: of the activations.
-        arena: on that device; None: create one on the host.
+        device: the device of the activations.
+        arena: an arena on that device; None: create one on the host.
 
     Attributes:
         pool: the arena.
         on_host: whether the arena is on the host.
-        copier: copies between device and arena.
-        smallest_bytes: smaller storages stay where they are.
-        shared: sets of storages, by id(), that a micro-batch shares among all its layers; they stay, too.
+        copier: copies storages between device and arena.
+        smallest_bytes: storages with fewer bytes are not offloaded.
+        shared: sets of storages, by id(), that all layers of a micro-batch share; they are not offloaded either.
     """
 
     def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
@@ -179,13 +182,11 @@ class ActivationStore:
         self._storages: dict[tuple[int, int], tuple[weakref.ref[ArenaStorage], StorageWeakRef]] = {}
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these tensors, and all that share their memory, on the device: weights and tables.  They outlive this
-        object.
-        """
+        """Never offload these tensors, nor others in their memory, such as weights and tables.  They outlive this object."""
         self._stay.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def begin_step(self) -> None:
-        """Begin a step, while no messages are in flight; see [Note: the first step].  Raises: StorageError."""
+        """Begin a step.  No messages may be in flight; see [Note: the first step].  Raises: StorageError."""
         self.pool.reserve()
         self._expected = self._in_backward = None
         self._near.clear()
@@ -200,10 +201,10 @@ class ActivationStore:
         self._expected = name
 
     def layer(self, *, offloads: bool = True, is_last: bool = False) -> OffloadedLayer:
-        """Return the hooks for one forward of a layer.  Call it for every layer of a pass, in order.
+        """Return the hooks for one forward of a layer.  Must be called for every layer of a pass, in order.
 
         Args:
-            offloads: what the layer saves goes to the arena.
+            offloads: the tensors that the layer saves are stored in the arena.
             is_last: the layer is the last of its pass.
         """
         layer = OffloadedLayer(self, self._last, offloads=offloads)
@@ -214,7 +215,7 @@ class ActivationStore:
         return layer
 
     def begin_backward(self, layer: OffloadedLayer) -> None:
-        """Wait for a layer's tensors, and start to prefetch those of the layer whose backward comes next."""
+        """Wait for a layer's tensors, and start to prefetch the tensors of the layer whose backward is next."""
         if layer is not self._in_backward:
             self._in_backward = layer
             if self.on_host:
@@ -224,7 +225,7 @@ class ActivationStore:
                 self._work_on(layer)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes to the arena."""
+        """Whether a tensor is stored in the arena when it is saved."""
         if tensor.device.type != self._device.type or not is_its_memory(tensor):
             return False
         storage = tensor.untyped_storage()
@@ -251,7 +252,7 @@ class ActivationStore:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        """Free the device memory of layers that are no longer neighbours of this one."""
+        """Free the device memory of all layers except this one and its neighbours."""
         near = [other for other in self._near if other is not layer] + [layer]
         gone, self._near = near[: -self._most_near], near[-self._most_near :]
         stay = {storage for other in self._near for storage in other.kept}

@@ -36,7 +36,7 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values so that each query head has its own on CUDA.  On other devices every kernel accepts fewer."""
+    """On CUDA, repeat keys and values so that each query head has its own.  On other devices every kernel accepts fewer."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1 or q.device.type != "cuda":
         return k, v
@@ -95,15 +95,16 @@ class AttentionKernel(Protocol):
 
 
 class CausalAttention:
-    """An `AttentionKernel` for whole samples that are one document each."""
+    """An `AttentionKernel` for whole samples, each of which is a single document."""
 
     knows_parts = True  # it rejects them
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """Attend as in `attention`.  Raises: ValueError: the micro-batch has split samples or several documents per
-        sample.
+        """Attend from each token to the earlier tokens of its sample.
+
+        Raises: ValueError: the micro-batch has sample parts or several documents per sample.
         """
         if part is not None:
             hint = "it knows neither documents nor parts of samples"
@@ -111,7 +112,7 @@ class CausalAttention:
         return self.whole(q, k, v, tape)
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:  # noqa: ARG002
-        """Attend within whole samples.  This kernel records nothing on a tape."""
+        """Attend within whole samples.  This kernel does not use the tape."""
         return causal_attention(q, k, v)
 
 
@@ -122,14 +123,14 @@ class RotaryEmbedding:
     for its own tokens, because the tables of a million positions take a gigabyte.
 
     Args:
-        frequencies: of the pairs of a head's elements.
-        seq_len: of whole samples, in tokens.
-        device: of the tables.
+        frequencies: the rotary frequencies of a head, one per pair of elements.
+        seq_len: number of tokens of a whole sample.
+        device: the device of the tables.
         by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are then made only when a
             micro-batch without one arrives.
 
     Attributes:
-        held: the storages of the tables of parts, which live as long as their parts.
+        held: the storages of the tables of `SamplePart`s; each lives as long as its part.
     """
 
     def __init__(
@@ -179,9 +180,9 @@ class RotaryEmbedding:
         return self.cos, self.sin
 
     def _tables(self, positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin, fp32 [..., head_size], of positions [...].
+        """Compute cos and sin of positions.  [...] -> fp32 [..., head_size].
 
-        Angles are in fp64, because those of late positions are many turns.
+        Angles are computed in fp64, because late positions have turned many times.
         """
         angle = positions.unsqueeze(-1) * frequency
         cos, sin = ((self._amplitude * values).float() for values in (angle.cos(), angle.sin()))
@@ -189,9 +190,9 @@ class RotaryEmbedding:
 
 
 class NeighbourRotary(RotaryEmbedding):
-    """Rotates neighbouring elements of a head together.
+    """A rotary embedding in the interleaved form: it rotates neighbouring elements of a head as a pair.
 
-    It returns the heads of queries and keys with even elements before odd ones, which leaves their products unchanged.
+    It returns queries and keys with the even elements of each head before the odd ones.  Their products do not change.
     """
 
     def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
@@ -207,7 +208,7 @@ class NoRotation:
 
 
 def _owned(qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both unchanged, for key and value heads that a TP rank does not share."""
+    """Return both unchanged: the TP rank owns its key and value heads alone."""
     return qk, v
 
 
@@ -256,7 +257,7 @@ class Attention(nn.Module):
     """Compute softmax(q k^T / sqrt(d)) v per head.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Args:
-        qkv: fused projection to q | k | v, or what else `core` takes.
+        qkv: fused projection to q | k | v, or to another input that `core` takes.
         core: the computation between the projections.
         out: projection of all heads back to the hidden size.
     """
@@ -267,8 +268,8 @@ class Attention(nn.Module):
 
     @property
     def knows_parts(self) -> bool:
-        """Whether the kernel handles, or rejects, parts of samples and documents.  A script's own kernel may do
-        neither.
+        """Whether the kernel either handles or rejects sample parts and documents.  A script's own kernel may ignore
+        them.
         """
         return bool(getattr(self.core.kernel, "knows_parts", False))
 

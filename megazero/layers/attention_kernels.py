@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, tape: Tape | None = None) -> Tensor:
-    """As `causal_attention`.
+    """Compute `causal_attention`, and record the kernel's outputs on a tape.
 
     Args:
         tape: records or replays the kernel's outputs.  If every kernel for these tensors would store a [seq, seq]
@@ -46,7 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ta
 
 
 class TapedAttention(CausalAttention):
-    """As `CausalAttention`, recorded on the tape if there is one."""
+    """A `CausalAttention` that records its results on the tape, if there is one."""
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
         return attention(q, k, v, tape=tape)
@@ -56,13 +56,13 @@ _SHARPNESS = 64.0  # of queries and of keys; fp16 holds both
 
 
 class WatchedAttention(TapedAttention):
-    """As `TapedAttention`, with the largest score s of each key head, from a second call of the kernel where it trains.
+    """A `TapedAttention` that tracks the largest score s of each key head, by a second kernel call in training.
 
-    No kernel returns it, but all return log(sum(exp(s))), and log(sum(exp(4096 s))) / 4096 is the largest s, up to
-    log(keys) / 4096 above it.  No [seq, seq] matrix is stored.
+    No kernel returns the maximum, but all return log(sum(exp(s))), and log(sum(exp(4096 s))) / 4096 exceeds the largest
+    s by at most log(keys) / 4096.  No [seq, seq] matrix is stored.
 
     Attributes:
-        largest: fp32 [key heads], over all calls since someone set it to None.
+        largest: fp32 [key heads], over all calls since it was last set to None.
     """
 
     largest: Tensor | None = None
@@ -92,9 +92,9 @@ class SlidingWindow(CausalAttention):
     (docs/shapes.md).
 
     Args:
-        size: of the window, in tokens.
-        dtype: of queries and keys.
-        device: of the mask, [size, 2 * size].
+        size: size of the window, in tokens.
+        dtype: dtype of queries and keys.
+        device: device of the mask, [size, 2 * size].
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class _TapedAttention(torch.autograd.Function):
 
 
 class TileKernel:
-    """Attention to one tile, with torch's kernels."""
+    """Attention within one tile, with torch's kernels."""
 
     def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:  # noqa: ARG002
         """Split a tile into kernel calls.  Return the sub-tile and the heads of each call."""
@@ -208,13 +208,13 @@ class TileKernel:
 
 
 def tile_kernel(*, on_cpu: bool) -> TileKernel:
-    """Return the kernel for tiles.  On the CPU, use the one of an annex if an annex provides one."""
+    """Return the kernel for tiles.  On the CPU, an annex may provide a faster one."""
     made: TileKernel = added("kernel").get("attention tiles", TileKernel)() if on_cpu else TileKernel()
     return made
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge the result over further keys into `out` and `lse`, in place.
+    """Merge the result of attention over further keys into `out` and `lse`, in place.
 
     Computed as out - s (out - more) with s = sigmoid(more_lse - lse), which avoids the exponential of a large number.
     """
@@ -232,7 +232,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def packs_tiles(q: Tensor) -> bool:
-    """Whether `varlen_forward` takes these queries.  Raises: ValueError: no kernel for tiles takes them."""
+    """Whether `varlen_forward` accepts these queries.  Raises: ValueError: no kernel for tiles accepts them."""
     if not q.is_cuda or q.dtype == torch.float32:
         return False
     if q.shape[-1] % 8:
@@ -269,7 +269,7 @@ EVERY_KEY, CAUSAL = Sight(-1, -1), Sight(-1, 0)
 
 
 class Pieces(NamedTuple):
-    """Pieces of queries, each over its own keys.  None is empty.
+    """Pieces of queries, each with its own keys.  No piece is empty.
 
     Args:
         q_ends, k_ends: int32 [pieces + 1], cumulative lengths of the pieces, beginning with 0.

@@ -22,12 +22,12 @@ from megazero.layers.sample_part import SamplePart, whole_samples
 
 
 class CappedAttention(CausalAttention):
-    """Attention with capped scores to the last `window` positions of a document.
+    """Attention with soft-capped scores to the last `window` positions of a document.
 
     Args:
-        cap: of the scores.
+        cap: limit of the scores.
         window: how many positions a query sees, including its own.
-        device: of the run.
+        device: device of the run.
     """
 
     def __init__(self, cap: float, window: int, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class CappedAttention(CausalAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """As `AttentionKernel.attend`."""
+        """Attend; see `AttentionKernel.attend`."""
         del tape  # nothing is recorded: a recomputation attends again
         return uncompiled(self._kernel)(q, k, v, part)
 
@@ -65,7 +65,7 @@ class CappedAttention(CausalAttention):
         return out
 
     def _seen(self, part: SamplePart | None) -> Callable[..., Tensor]:
-        """Return the function that says which keys a query sees, in FlexAttention's form."""
+        """Return FlexAttention's mask function, which says which keys a query sees."""
         window, begins = self.window, None if part is None or part.of_any else (part.rows - part.positions).t()
 
         def seen(sample: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:

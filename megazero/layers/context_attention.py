@@ -58,8 +58,8 @@ class Ring:
     Args:
         axis: the ring.
         window: how many positions a query sees, including its own; None for all of its document up to itself.
-        gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
-        tiles: attends to one tile, where tiles are not packed into one call.
+        gradient_dtype: dtype in which the gradients of 16-bit keys and values are sent.
+        tiles: kernel for one tile, used where tiles are not packed into one call.
     """
 
     def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, tiles: TileKernel) -> None:
@@ -72,7 +72,7 @@ class Ring:
         Args:
             q: [batch, heads, seq of a ring rank, size].
             k, v: [batch, kv heads, seq of a ring rank, size].
-            part: what the queries see.
+            part: the position of each token in its sample and document.
 
         Returns:
             out with the shape of q, and the log-sum-exp of each query, [batch, heads, seq], in fp32 (fp64 if q is
@@ -155,12 +155,12 @@ class Ring:
 
 
 def fp32_or_wider(x: Tensor) -> torch.dtype:
-    """Return fp32, or the tensor's type if it is wider."""
+    """Return the tensor's dtype if it is wider than fp32, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Merged:
-    """The result of attention over the keys used so far.
+    """The result of attention to all keys so far.
 
     Args:
         out: [batch, heads, seq, size]; in fp32 once a second result has been merged.
@@ -193,7 +193,7 @@ class _Sum:
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor, heads: slice = _EVERY_HEAD) -> None:
-        """Add to some rows of some heads."""
+        """Add a contribution to some rows of some heads."""
         if self._total is None and part.shape == self._like.shape:
             self._total = part
             return
@@ -229,15 +229,15 @@ def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Ten
 
 
 class KeyGradients:
-    """Accumulate the gradients of keys and values while they travel to the rank that owns the keys.
+    """The gradients of keys and values, accumulated while they travel to the rank that owns the keys.
 
     The gradients for rank j's keys start on rank j + 1, and each rank adds its contribution after it has used j's keys:
     size - 1 messages.
 
     Args:
         k, v: keys and values of this rank.
-        ring: the axis.
-        gradient_dtype: of the messages, if keys have 16 bits.
+        ring: the axis of the ring.
+        gradient_dtype: dtype of the messages, if keys have 16 bits.
     """
 
     def __init__(self, k: Tensor, v: Tensor, ring: Axis, gradient_dtype: torch.dtype) -> None:
@@ -290,10 +290,10 @@ class ContextAttention:
     """Causal attention within documents over all context-parallel ranks, which must construct it together.
 
     Args:
-        axes: those of Ulysses and of the ring.
+        axes: the Ulysses axis and the ring axis.
         window: how many positions a query sees, including its own; None for all of its document up to itself.
-        gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
-        on_cuda: whether the run computes on CUDA, which the tensors of a plan do not show.
+        gradient_dtype: dtype in which the gradients of 16-bit keys and values are sent.
+        on_cuda: whether the run computes on CUDA; the tensors of a plan do not tell.
     """
 
     knows_parts = True
@@ -309,7 +309,7 @@ class ContextAttention:
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
 
     def without_window(self) -> ContextAttention:
-        """Return attention for the layers that see their whole document, in a model where other layers have a window."""
+        """Return the same attention without a window, for layers that see their whole document."""
         other, ring = copy(self), self.ring
         other.ring = Ring(ring.axis, None, ring.gradient_dtype, ring.tiles)
         return other
@@ -365,7 +365,7 @@ class ContextAttention:
 
 
 class KernelWindow(CausalAttention):
-    """Causal attention to the last `size` positions, for kernels that take a window: on CUDA in 16 bits."""
+    """Causal attention to the last `size` positions with kernels that support a window: on CUDA in 16 bits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self._recorded = size, ContextAttention((WHOLE, WHOLE), size, torch.float32, on_cuda=True)
@@ -380,7 +380,7 @@ class KernelWindow(CausalAttention):
 
 
 class _Piece(NamedTuple):
-    """Heads in transit to the ranks that attend with them.
+    """A group of heads in transit to the rank that computes their attention.
 
     Args:
         heads: the heads of this piece.

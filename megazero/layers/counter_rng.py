@@ -30,7 +30,7 @@ _DOUBLE_BIAS = 1023
 
 
 def derive_key(seed: int, name: str) -> int:
-    """A signed 64-bit key for everything drawn under `name`."""
+    """Return the signed 64-bit key of all random numbers that are drawn under `name`."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -41,7 +41,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits per element: int64 in the shape of `index`, uniform over all 64-bit words.
+    """Return 64 random bits per element: int64 in the shape of `index`, uniform over all 64-bit words.
 
     Args:
         key: from `derive_key`; a number, or an int64 scalar on the device of `index`.
@@ -65,7 +65,7 @@ def _quantiles() -> Tensor:
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers, fp32.  Arguments as `random_bits`.
+    """Return standard normal numbers, fp32.  Arguments as in `random_bits`.
 
     Source: inversion; the quantile is linear between 256 knots per octave of the tail probability (error below 4e-6).
     """
@@ -83,7 +83,10 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 
 def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tensor:
-    """True where an element survives dropout.  `drop_probability` is in [0, 1); other arguments as `random_bits`."""
+    """Return True where an element survives dropout.
+
+    `drop_probability` is in [0, 1).  Other arguments as in `random_bits`.
+    """
     return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)
 
 
@@ -104,7 +107,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def dropout_key(seed: int, site: str, device: torch.device) -> Tensor:
-    """Return the key of the masks of one dropout.  `site`: its canonical name in the model.
+    """Return the random key for the masks of one dropout layer.  `site`: the canonical name of the layer.
 
     It is a tensor, because compiled code would hold a number as a constant and be compiled again for every site.
     """
@@ -130,7 +133,7 @@ class Dropout(nn.Module):
         self.p, self.key, self.seq_len, self.seq_part, self.remakes_mask = p, key, seq_len, seq_part, False
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        """Drop elements of x, [seq, batch, hidden], unchanged in shape.  `layout`: which tokens these are."""
+        """Drop elements of x, [seq, batch, hidden], unchanged in shape.  `layout`: says which tokens x holds."""
         if not self.training or self.p == 0:
             return x
         if torch.compiler.is_compiling():

@@ -58,7 +58,7 @@ class Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The counts as Python numbers."""
+        """The row count of each expert as a Python integer."""
         return row_counts(self.counts, self.rows)
 
     def times(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Groups:
 
 
 def has_kernel(*factors: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel.  Otherwise a loop over experts is as fast."""
+    """Whether torch has one kernel that multiplies all groups.  Otherwise a loop over experts is as fast."""
     return all(
         x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and x.shape[-1] * x.element_size() % _ALIGNED == 0
         for x in factors
@@ -134,11 +134,11 @@ class Travel:
 
     @staticmethod
     def of(counts: Tensor, rows: int, ep: Axis) -> Travel:
-        """Exchange the numbers of rows that each rank has for each expert.
+        """Exchange the numbers of rows that ranks send each other, and return the plan of the exchange.
 
         Args:
-            counts: int64 [experts of the layer], this rank's rows for each.
-            rows: their sum.
+            counts: int64 [experts of the layer], number of this rank's rows for each expert.
+            rows: the sum of `counts`.
             ep: the ranks with different experts.
         """
         leaving = counts.view(ep.size, -1)
@@ -186,7 +186,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def row_counts(counts: Tensor, total: int) -> list[int]:
-    """Return counts of rows as Python numbers.  On a GPU, this synchronizes with the device.
+    """Return the numbers of rows as Python integers.  On a GPU, this synchronizes with the device.
 
     `total`: their sum if all experts get equally many rows.  Under a plan, where tensors hold no numbers, this function
     is replaced by one that divides `total` among the experts.
@@ -197,7 +197,7 @@ def row_counts(counts: Tensor, total: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The experts that the tokens of a micro-batch go to.
+    """The experts chosen for the tokens of a micro-batch.
 
     Args:
         experts: int64 [tokens, k].
@@ -215,7 +215,9 @@ class Routing:
 
     @staticmethod
     def of(experts: Tensor, count: int, ep: Axis) -> Routing:
-        """Sort the choices of all tokens.  Collective over `ep`.  `count`: number of experts of the layer."""
+        """Sort the (token, expert) pairs of all tokens by expert.  Collective over `ep`.  `count`: number of experts of
+        the layer.
+        """
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -294,7 +296,9 @@ class _Combine(torch.autograd.Function):
 
 
 class ExpertProduct:
-    """Multiplies rows by the matrices of their experts, without autograd; here in the format of the factors."""
+    """Multiplies rows by the matrices of their experts, without autograd.  This class computes in the dtype of the
+    factors; subclasses may round them.
+    """
 
     def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         """See `Groups.times`.  The backward multiplies by the transposed matrices."""
@@ -409,7 +413,7 @@ _LEAST_SUM = 1e-20  # of a token's scores before a division; lost in rounding be
 
 @dataclass(frozen=True)
 class Choice:
-    """How many experts a token goes to, out of which, and with which gates.
+    """How the experts of a token are chosen from its scores, and how its gates are computed.
 
         experts in 4 groups      0 1 | 2 3 | 4 5 | 6 7
         a token's best 2 groups        x x         x x      its k experts are among these
@@ -419,7 +423,7 @@ class Choice:
         renormalize: divide the gates of a token by their sum.
         scale: factor on the gates, after that.
         groups: number of groups of consecutive experts.
-        groups_per_token: number of groups that a token's experts lie in.
+        groups_per_token: number of groups that the experts of one token are chosen from.
 
     Source: DeepSeek-AI 2024, section 2.1.2; DeepSeek-V3, the code of its gate.
     """
@@ -434,7 +438,7 @@ class Choice:
         """Choose the experts of each token.  fp32 [tokens, experts] -> int64 [tokens, k].
 
         Args:
-            of_group: number of a group's best experts the sum of which ranks it.
+            of_group: groups are ranked by the sum of so many of their best experts.
         """
         if self.groups > 1:
             grouped = preferences.unflatten(1, (self.groups, -1))
@@ -460,7 +464,7 @@ class Router(nn.Module):
     """Choose k experts for each token, by a softmax.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
 
     Args:
-        spec: of the weight, [experts of the layer, hidden].
+        spec: spec of the weight, [experts of the layer, hidden].
         choice: see `Choice`.
         ep: the ranks over which the experts are distributed.
         wgrad_queue: takes the weight's gradient; None returns it to autograd.
@@ -488,15 +492,15 @@ class Router(nn.Module):
         return gates, routing
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return the scores, of which the gates are made.  fp32 [tokens, experts], unchanged in shape."""
+        """Return the scores from which the gates are computed.  fp32 [tokens, experts], unchanged in shape."""
         return logits.softmax(-1)
 
     def preferences(self, scores: Tensor) -> Tensor:
-        """Return what a token's experts are chosen by."""
+        """Return the numbers by which the experts of a token are chosen.  fp32 [tokens, experts], unchanged in shape."""
         return scores
 
     def shares(self, scores: Tensor) -> Tensor:
-        """Return the scores divided by their sum."""
+        """Return the scores normalized so that those of a token add up to 1."""
         return scores
 
 
@@ -538,7 +542,7 @@ class Dispatch(nn.Module):
     """Send one row per choice of each token to the rank of its expert.  [seq, batch, hidden] -> [rows, hidden], sorted
     by expert.
 
-    If ep has one rank, there are tokens * k rows.
+    With one ep rank, the result has tokens * k rows.
     """
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -596,13 +600,13 @@ class MixtureOfExperts(nn.Module):
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that recomputation may run again.
 
-        The router is excluded because its choice must not change, and the last sum is excluded too.
+        They exclude the router, because its choice must not change, and the last sum.
         """
         return [self.dispatch, self.up, self.activation, self.down], []
 
 
 class WithSharedExperts(MixtureOfExperts):
-    """As `MixtureOfExperts`, and the MLP `shared` of every token is added."""
+    """A `MixtureOfExperts` that adds the output of the MLP `shared`, which every token passes through."""
 
     def __init__(self, router: Router, gate_up: ExpertLinear, down: ExpertLinear, shared: MLP) -> None:
         super().__init__(router, gate_up, down)

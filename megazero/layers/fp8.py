@@ -67,7 +67,7 @@ MultiplyGroups: TypeAlias = Callable[[Quantised, Quantised, torch.dtype, Groups]
 
 
 class Kernels(NamedTuple):
-    """The products of a run: of linear layers, and of experts."""
+    """The functions that multiply quantised matrices in a run: for linear layers, and for experts."""
 
     multiply: Multiply
     multiply_groups: MultiplyGroups
@@ -119,15 +119,15 @@ def dequantise(x: Quantised, block: int, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Compute a @ b.T with torch's fp8 kernel.  With several blocks per row it sums in fp32, the only kernel that
-    exists.
+    """Compute a @ b.T with torch's fp8 kernel.  With several blocks per row it always sums in fp32, since torch has no
+    other kernel.
     """
     fast = a.scales.shape[-1] == 1
     return torch._scaled_mm(a.values, b.values.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Compute a @ b.T of the same quantised elements with a 16- or 32-bit kernel."""
+    """Compute a @ b.T from the quantised elements with a 16- or 32-bit kernel."""
     block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
     return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
 
@@ -140,7 +140,7 @@ def scaled_grouped_mm(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Gr
 
 
 def emulated_groups(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
-    """Multiply the same quantised elements in `dtype`."""
+    """Multiply each row of a by its expert's matrix in `dtype`, from the quantised elements."""
     block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
     return groups.times(dequantise(a, block, dtype), dequantise(b, block, dtype))
 
@@ -154,7 +154,7 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class FeatureAxes(NamedTuple):
-    """The ranks that split the features of x, as in a row-parallel layer, and of y, as in a column-parallel one."""
+    """The axes that split the features of x (in a row-parallel layer) and of y (in a column-parallel layer)."""
 
     of_x: Axis = WHOLE
     of_y: Axis = WHOLE
@@ -167,7 +167,7 @@ class Fp8Product(Product):
         scaling: whether a row or a block shares a scale.
         multiply: multiplies quantised factors.
         axes: the ranks that split the features of x and of y.
-        name: of the layer within its block; layers of the same name in different blocks share compiled code.
+        name: name of the layer within its block; layers of the same name in different blocks share compiled code.
     """
 
     def __init__(self, scaling: Scaling, multiply: Multiply, axes: FeatureAxes, name: str) -> None:

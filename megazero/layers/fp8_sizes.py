@@ -11,11 +11,12 @@ MULTIPLE = 16
 
 
 def wrong_size(sections: Sequence[int], other: int, tp: int, scaling: str) -> tuple[int, int] | None:
-    """The first size of a matrix that cannot be, and of what it must be a multiple.
+    """Return the first unsupported size of a matrix, and the number that it must be a multiple of.
 
     Args:
-        sections: sizes in the dimension that tp cuts, of all ranks together; one for each matrix that is stored in this one.
-        other: size in the other dimension.
+        sections: sizes along the dimension that tp splits, over all ranks; one for each matrix that is fused into this
+            one.
+        other: size of the other dimension.
     """
     between_blocks = scaling == "blockwise" and tp > 1
     cut = [(size, BLOCK * tp) for size in sections] if between_blocks else [(sum(sections), MULTIPLE * tp)]

@@ -31,9 +31,9 @@ class Heads:
     """The heads of attention, split over TP.
 
     Args:
-        num_heads, num_kv_heads: of the whole model (Ainslie et al. 2023 for fewer key and value heads).  tp divides the
-            former; it divides the latter, or is a multiple of it.
-        size: elements of a head.
+        num_heads, num_kv_heads: numbers of heads of the whole model (Ainslie et al. 2023 for fewer key and value
+            heads).  tp divides `num_heads`; it divides `num_kv_heads` or is a multiple of it.
+        size: number of elements of a head.
         tp: the tensor-parallel axis.
     """
 
@@ -44,22 +44,22 @@ class Heads:
 
     @property
     def queries(self) -> int:
-        """Query heads of this rank."""
+        """Number of query heads of this rank."""
         return self.num_heads // self.tp.size
 
     @property
     def keys(self) -> int:
-        """Key heads that this rank attends to, and value heads."""
+        """Number of key heads, and of value heads, that this rank attends to."""
         return max(self.num_kv_heads // self.tp.size, 1)
 
     @property
     def sharing(self) -> int:
-        """Ranks that share a key and value head."""
+        """Number of ranks that share a key and value head."""
         return max(self.tp.size // self.num_kv_heads, 1)
 
     @property
     def v_features(self) -> int:
-        """Elements of v that this rank projects to; of a shared head, its part."""
+        """Number of elements of v that this rank projects to; if it shares a head, its slice of that head."""
         return self.num_kv_heads * self.size // self.tp.size
 
 
@@ -90,7 +90,7 @@ class HeadNorm(nn.Module):
 
 
 class OffsetHeadNorm(HeadNorm):
-    """As `HeadNorm`, multiplied by 1 + weight; see `OffsetRMSNorm`."""
+    """A `HeadNorm` that multiplies by 1 + weight; see `OffsetRMSNorm`."""
 
     init = Initializer("zeros")
 

@@ -31,7 +31,7 @@ Projected: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class NormedLinear(nn.Module):
-    """linear(norm(x)), from a latent to heads."""
+    """linear(norm(x)): the projection from a latent to heads."""
 
     def __init__(self, norm: RMSNorm, linear: ColumnParallelLinear) -> None:
         super().__init__()
@@ -45,9 +45,10 @@ class LatentProjection(nn.Module):
     """Project to queries, keys and values.  x: [seq or seq / tp, batch, hidden] -> `Projected`.
 
     Args:
-        down: to the latents and the key of positions.
-        sizes: their elements; 0 without a q latent.
-        up: to the queries, from the q latent or, without one, from x; and to keys and values, from the kv latent.
+        down: projection to the latents and to the rotary key.
+        sizes: number of elements of each of them; 0 for the q latent if there is none.
+        up: projections to the queries (from the q latent or, without one, from x), and to keys and values (from the kv
+            latent).
         sequence: the tp axis if x arrives as [seq / tp, batch, hidden]; else an axis of one rank.
     """
 
@@ -67,11 +68,11 @@ class LatentProjection(nn.Module):
 
 
 class LatentHead(NamedTuple):
-    """A head of latent attention.
+    """The sizes of a head of latent attention.
 
     Args:
-        nope, rope, value: elements of a key without and with positions, and of a value.
-        scale: factor on the products of queries and keys, beside 1 / sqrt(size of a key).
+        nope, rope, value: numbers of elements of a key without and with rotation, and of a value.
+        scale: factor on the products of queries and keys, in addition to 1 / sqrt(size of a key).
     """
 
     nope: int
@@ -84,8 +85,8 @@ class LatentCore(AttentionCore):
     """Attention between its projections: `Projected` -> [seq, batch, heads * v size] of this rank.
 
     Args:
-        heads: see `Heads`; the size is that of a whole key.
-        head: its parts.
+        heads: see `Heads`; its `size` is the size of a whole key.
+        head: the sizes of a head.
         kernel, rope: see `AttentionCore`.
     """
 

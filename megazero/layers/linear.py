@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @cache
 def cpu_product() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return a product x @ w.T of fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
+    """Return a function x, w -> x @ w.T for fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
 
     [rows, k], [n, k] -> [rows, n]; any strides.  Autograd cannot differentiate it.
     """
@@ -56,7 +56,7 @@ def bypasses_autograd(x: Tensor) -> bool:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """out = a.T @ b, or out += a.T @ b unless `is_first`; without a temporary if the library can.
+    """Compute out = a.T @ b if `is_first`, else out += a.T @ b; without a temporary if the library supports it.
 
     Args:
         out: [m, n], contiguous, in the dtype of the sum; on CUDA, products of 16-bit factors are summed in fp32 without
@@ -80,7 +80,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
+    """Compute a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
     product = cpu_product() if a.is_cpu and a.dtype == torch.float32 else None
     if product is None:
         return torch.matmul(a, b.t())
@@ -91,20 +91,21 @@ def product_t(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Product:
-    """The products of a linear layer that its input and its output's gradient pass through, without autograd; here in the
-    format of the factors.
+    """The forward and backward products of a linear layer with its weight, without autograd.
+
+    This class computes in the dtype of the factors; subclasses may round them.
     """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T.  [..., k], [n, k] -> [..., n]."""
+        """Compute x @ weight.T.  [..., k], [n, k] -> [..., n]."""
         return product_t(x, weight)
 
     def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad @ weight.  [..., n], [n, k] -> [..., k]."""
+        """Compute grad @ weight.  [..., n], [n, k] -> [..., k]."""
         return product_t(grad, weight.t())
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """No-op: there is nothing to compile."""
+        """Do nothing: these products need no compilation."""
 
 
 PLAIN = Product()
@@ -132,7 +133,7 @@ class GradientAccumulator(Protocol):
         """Add the gradient of a micro-batch."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient, a sum of a.T @ b; part by part if `factors` is a list."""
+        """Add one micro-batch's gradient, a sum of a.T @ b; one part of the weight at a time if `factors` is a list."""
 
     def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
         """Add one micro-batch's gradient of the stacked expert matrices: a.T @ b over the rows of each expert."""
@@ -164,11 +165,11 @@ class WeightGradQueue:
         self._passes: deque[deque[_Start]] = deque()
 
     def clear(self) -> None:
-        """Drop the gradients that a failed step left."""
+        """Discard the gradients that a failed step left in the queue."""
         self._passes.clear()
 
     def begin_pass(self) -> None:
-        """Start the list of gradients of a new backward pass."""
+        """Start a new list for the gradients of the next backward pass."""
         if self.defers:
             self._passes.append(deque())
 
@@ -180,7 +181,7 @@ class WeightGradQueue:
         return None
 
     def defer(self, weight: Tensor, gradient: Tensor) -> None:
-        """Queue a gradient that is already computed, after those of the same backward pass."""
+        """Queue a gradient that is already computed, behind the others of the same backward pass."""
         self._passes[-1].append(lambda: lambda accumulator: accumulator.add(weight, gradient))
 
     def defer_product(self, weight: Tensor, a: Tensor, start_b: Callable[[], tuple[Tensor, Pending]]) -> None:
@@ -189,7 +190,7 @@ class WeightGradQueue:
         Args:
             weight: [m, n].
             a: [..., m].
-            start_b: starts the exchange that brings b, [..., n].
+            start_b: starts the exchange that yields b, [..., n].
         """
 
         def start() -> Callable[[GradientAccumulator], None]:
@@ -216,8 +217,8 @@ class WeightGradQueue:
     def run_oldest(self) -> None:
         """Compute the weight gradients of the oldest backward pass in the queue.
 
-        The exchange for one gradient runs while the gradient before it is computed, so at most two gathered inputs are
-        in memory. Every tp rank starts the exchanges in the order of the queue.
+        The exchange for each gradient runs while the previous gradient is computed, so at most two gathered inputs are
+        in memory.  Every tp rank starts the exchanges in the order of the queue.
         """
         if not (entries := self._passes.popleft()):  # a stage without layers has no accumulator
             return
@@ -312,7 +313,7 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def unchanged(x: Tensor, _: Axis) -> Tensor:
-    """What gathers and sums x over an axis of one rank: it returns x."""
+    """Return x: the gather, or the sum, of x over an axis of one rank."""
     return x
 
 
@@ -326,7 +327,7 @@ def parallel_linear(
     product: Product = PLAIN,
     exchange: Exchange = gathered,
 ) -> Tensor:
-    """y = x @ weight.T + bias, with the exchange that `entry` names.  Weight and bias are this rank's."""
+    """Compute y = x @ weight.T + bias with the exchange that `entry` names.  Weight and bias are this rank's shards."""
     is_plain = wgrad_queue is None and product is PLAIN and not bypasses_autograd(x)
     if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
@@ -335,7 +336,7 @@ def parallel_linear(
 
 
 class _ParallelLayer(nn.Module):
-    """A product of which each rank of an axis has a part, and what it may be given later: other products and exchanges."""
+    """A linear layer that is split over an axis.  Its product and its exchange can be replaced after construction."""
 
     def __init__(
         self, specs: dict[str, ParamSpec], tp: Axis, entry: Entry, wgrad_queue: WeightGradQueue | None
@@ -352,7 +353,7 @@ class ColumnParallelLinear(_ParallelLayer):
     """y = x @ W.T + b with W split by rows over tp.  x: [seq, batch, in] -> [seq, batch, out / tp].
 
     Args:
-        linear: the whole layer.  Each of its fused outputs (q|k|v, or gate|up) is split over tp by itself.
+        linear: the whole layer.  Each of its fused outputs (q|k|v, or gate|up) is split over tp separately.
         tp: the tensor-parallel axis.
         sequence_parallel: x arrives as [seq / tp, batch, in].
         wgrad_queue: takes the weight gradients; None returns them to autograd.

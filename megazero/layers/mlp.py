@@ -60,7 +60,7 @@ def gated(gate_up: Tensor, function: GateFunction = SILU) -> Tensor:
 
 
 class Gated(nn.Module):
-    """`gated` as a module."""
+    """The function `gated` as a module."""
 
     def __init__(self, function: GateFunction = SILU) -> None:
         super().__init__()

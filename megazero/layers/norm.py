@@ -75,7 +75,7 @@ def _cut(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Sequence[Tensor]:
 
 
 def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
-    """Sum over TP, with one message for all tensors."""
+    """Sum these tensors over TP, in a single message."""
     if tp.size == 1:
         return numbers
     sums = reduce_from_tp(torch.cat([x.flatten() for x in numbers]), tp).split([x.numel() for x in numbers])
@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """As `RMSNorm`, multiplied by 1 + weight, with weights that start at 0 (Gemma Team 2024)."""
+    """An `RMSNorm` that multiplies by 1 + weight, with weights that start at 0 (Gemma Team 2024)."""
 
     init = Initializer("zeros")
 
@@ -157,7 +157,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias (Ba et al. 2016).  [..., hidden] -> [..., hidden].  Arguments as `RMSNorm`."""
+    """(x - mean) / std * weight + bias (Ba et al. 2016).  [..., hidden] -> [..., hidden].  Arguments as in `RMSNorm`."""
 
     def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ class _Saved(NamedTuple):
         return _Saved(tensor.shape, tensor.dtype, found)
 
     def is_again(self, now: _Saved) -> bool:
-        """Whether the second run saved the same.  A parameter among the arguments is a plain tensor there."""
+        """Whether the second run saved the same tensor.  There a parameter among the arguments is a plain tensor."""
         return self[:2] == now[:2] and now.parameter in (None, self.parameter)
 
 
@@ -83,8 +83,8 @@ class Recomputation(SavedTensorHooks):
     """One call of a function whose saved tensors are dropped and recomputed in the backward.
 
     Args:
-        function: must do the same again when it is called with the same arguments.
-        tape: records results within the function, which the second run replays.
+        function: must compute the same again when it is called with the same arguments.
+        tape: records intermediate results of the function, which the second run replays.
         draws: the function may use torch's default generators; if it does, their states are saved.
     """
 
@@ -198,7 +198,7 @@ def _default_generators() -> list[torch.Generator]:
 
 @contextmanager
 def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """Context in which generators start from these states; their own states are restored at the end."""
+    """Return a context in which the generators have these states.  At its end their own states are restored."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     for generator, state in states:
         generator.set_state(state)
@@ -210,7 +210,7 @@ def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator
 
 
 def _accumulates(leaf: Tensor) -> bool:
-    """Whether the running backward adds to a leaf's gradient.  `torch.autograd.grad` adds to none."""
+    """Whether the running backward adds to the leaf's `grad`.  In `torch.autograd.grad` no leaf's `grad` changes."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # torch.autograd.grad was asked for this leaf's gradient
@@ -250,7 +250,7 @@ class _Shard:
 
 
 class _Collection(SavedTensorHooks):
-    """Collects what the second run saves."""
+    """Collects the tensors that the second run saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class _Collection(SavedTensorHooks):
 
 
 class Tape:
-    """Results within a recomputed function: recorded in the first run, replayed in the second."""
+    """Intermediate results of a recomputed function: recorded in the first run, replayed in the second."""
 
     def __init__(self) -> None:
         self._recorded: list[list[tuple[Tensor, int]]] | None = None
@@ -301,7 +301,7 @@ class Tape:
 
 
 class DroppingOutputs(SavedTensorHooks):
-    """Hooks under which the results of recomputed functions are not saved."""
+    """Saved-tensor hooks that do not save the results of recomputed functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Recomputed:
     """A function of tensors that is recomputed in each backward; see `Recomputation`.
 
     Args:
-        function: what runs; `compile_blocks` compiles it.
+        function: the function to recompute; `compile_blocks` compiles it.
         tape: see `Recomputation`.
         shards: each rank of this axis saves its shard of the last tensor argument, which is equal on all of them.
         draws: see `Recomputation`.

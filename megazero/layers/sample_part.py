@@ -82,8 +82,8 @@ class SamplePart:
         return self.of_any or samples == self.rows.shape[1]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """[seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: the batch has another number of
-        samples.
+        """Return the rows of this part.  [seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: the
+        batch has another number of samples.
         """
         if not self.is_of(whole.shape[1]):
             raise ValueError(
@@ -106,7 +106,7 @@ class TokenLayout:
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run.
         part: None if the rank has whole samples of one document each.
-        labels: int64 [seq, batch], negative where nothing is to be learned; None if the rank has none.
+        labels: int64 [seq, batch], negative where a token does not count in the loss; None if the rank has no labels.
     """
 
     sample_ids: Tensor
@@ -120,14 +120,14 @@ def part_of(
     """Return this rank's part of the samples of a micro-batch.
 
     Args:
-        lengths: of the documents of each sample, in order; each sample's sum is `seq_len`.  None: one document a
+        lengths: the lengths of the documents of each sample, in order; they add up to `seq_len`.  None: one document per
             sample.
-        seq_len: of a sample, divisible by ulysses x ring.
+        seq_len: tokens of a sample, divisible by ulysses x ring.
         ulysses, ring: the two axes of context parallelism.
-        device: of the tensors.
+        device: device of the tensors.
 
     Raises:
-        ValueError: the documents of a sample have another sum.
+        ValueError: the lengths of the documents of a sample do not add up to `seq_len`.
     """
     place = ulysses.size, ulysses.index, ring.size, ring.index, device
     if lengths is None:

@@ -21,7 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedTensorHooks:
-    """A pair of hooks, active from `enter` to `leave`.  Below it are the hooks that were innermost when it was created."""
+    """A pair of autograd's saved-tensor hooks, active from `enter` to `leave`, on top of the hooks that were innermost
+    when it was created.
+    """
 
     def __init__(self) -> None:
         self.beneath = innermost()
@@ -43,12 +45,12 @@ class SavedTensorHooks:
         self.leave()
 
     def enter(self) -> None:
-        """Pass everything that is saved from now on through these hooks."""
+        """Activate these hooks: every tensor that autograd saves from now on passes through them."""
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
 
     def leave(self) -> None:
-        """End the hooks.  The last pair that entered must leave first."""
+        """Deactivate these hooks.  The pair that was entered last must leave first."""
         self._hooks.__exit__()
         self._hooks = None  # they refer to this object
 
@@ -65,20 +67,20 @@ class SavedTensorHooks:
         self.beneath.note_leaf(leaf)
 
     def drop(self, source: Any, outputs: Sequence[Tensor]) -> None:
-        """Save no copy of these results, which `source` can recompute."""
+        """Do not save these results, because `source` can recompute them."""
 
     def shard(self, tensor: Tensor, axis: Any) -> None:
         """Save only this rank's shard of a tensor that is equal on all ranks of an axis, if these hooks can."""
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
-        """Context that runs a part of the same forward again; what it saves passes through `hooks`."""
+        """Return a context in which a part of the same forward runs again; tensors that it saves pass through `hooks`."""
         with self.beneath.again(hooks):
             yield
 
 
 class _Outermost(SavedTensorHooks):
-    """What is below all hooks of this package: a script's hooks, or none."""
+    """The bottom of the stack of this package's hooks: the hooks of a script, or none."""
 
     def __init__(self, script: Any) -> None:
         self._script = script
@@ -125,7 +127,7 @@ def refuse_second_derivative(what: str) -> None:
 
 
 def forget_failed_backward() -> None:
-    """Free the graph of a failed backward on the host, and so everything that it saved.
+    """Free the graph of a failed backward on the host, and with it all tensors that the graph saved.
 
     torch leaves the operations that were to run next in a queue of the thread; the thread's next backward drops them.
     """
@@ -138,7 +140,7 @@ def keep(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def kept_tensor(saved: tuple[Tensor, int]) -> Tensor:
-    """Return the tensor that `keep` saved.  Raises: RuntimeError: it has changed since."""
+    """Return the tensor that `keep` saved.  Raises: RuntimeError: it was modified in between."""
     tensor, version = saved
     if tensor._version != version:  # autograd does not check tensors that pass through hooks
         raise RuntimeError(

@@ -88,10 +88,10 @@ class Region:
     """A box of a logical tensor that lies in consecutive elements of a rank's flattened ("local") tensor.
 
     Args:
-        name: of the logical tensor.
+        name: name of the logical tensor.
         start: the first of these elements.
         corner: first index of the box in each dimension of the logical tensor.
-        shape: of the box, and of the local elements.
+        shape: shape of the box, and of the local elements.
         whole: shape of the logical tensor.
         transposed: see `StoredNames`; corner and shapes are given before the transposition.
     """
@@ -131,8 +131,8 @@ class ParamSpec:
 
     Args:
         names: the logical tensors that its rows belong to.
-        shape: over all ranks, with any number of dimensions.
-        placement: of each dimension.  At most one dimension is split: any by "tp", or the first by "ep", which
+        shape: shape over all ranks, with any number of dimensions.
+        placement: how each dimension is split.  At most one dimension is split: any by "tp", or the first by "ep", which
             distributes whole sections over its ranks.
         init: its initial values.
         sum_over_tp: it is replicated over TP, and each rank's gradient covers only part of the sequence.
@@ -141,7 +141,7 @@ class ParamSpec:
         matrix: it maps features to features within a block; a matrix optimizer updates it as a whole, section by
             section.
         buffer: it has no gradient, its layer changes it, and every rank holds it whole and in fp32.
-        in_fp8_squares: its products round it to fp8 in squares of 128 x 128, so it may be gathered in fp8.
+        in_fp8_squares: products round it to fp8 in squares of 128 x 128, so it may be gathered in fp8.
 
     If TP splits a later dimension, its size must be divisible by tp.  If TP splits rows, each rank has ceil(size / tp)
     of them; surplus rows of the last ranks are padding: zero, masked in use, and part of no logical tensor.
@@ -170,12 +170,13 @@ class ParamSpec:
 
     @property
     def of_experts(self) -> bool:
-        """Whether EP splits it."""
+        """Whether EP splits the parameter."""
         return "ep" in self.placement
 
     def axis(self, state: ParallelState) -> Axis:
-        """Return the axis that splits it.  In the methods below, `index` is this rank's index in the axis and `size`
-        the axis' size.
+        """Return the axis that splits the parameter.
+
+        In the methods below, `index` is this rank's index in the axis, and `size` is the number of its ranks.
         """
         return state.ep if self.of_experts else state.tp
 
@@ -185,7 +186,7 @@ class ParamSpec:
         return (rows, *self._local_row(size)) if self.shape else ()
 
     def _sections(self, index: int, size: int) -> tuple[NamedRows, ...]:
-        """Return the sections of which a rank holds rows."""
+        """Return the sections of which this rank holds rows."""
         if not self.of_experts:
             return self.names.rows
         each, surplus = divmod(len(self.names.rows), size)
@@ -242,7 +243,7 @@ class ParamSpec:
                 self._draw_region(out[at - start : stop - start], at - region.start, region, seed)
 
     def _draw_region(self, out: Tensor, at: int, region: Region, seed: int) -> None:
-        """Fill `out` with the initial values of a region from its element `at` on."""
+        """Fill `out` with the initial values of a region, starting at the region's element `at`."""
         if self.init.kind != "normal":
             out.fill_(1.0 if self.init.kind == "ones" else 0.0)
             return
@@ -329,7 +330,7 @@ class LinearSpec:
     transposed: bool = False
 
     def params(self, split: Literal[0, 1], *, sum_over_tp: bool = False) -> dict[str, ParamSpec]:
-        """Build the specs of "weight", of which TP splits this dimension, and of "bias" with this `sum_over_tp`."""
+        """Build the specs of "weight", with dimension `split` split over TP, and of "bias", with this `sum_over_tp`."""
         weight = rows_spec(self.rows, self.in_features, split, self.init, transposed=self.transposed, matrix=True)
         bias = {"bias": bias_spec(weight, self.bias, sum_over_tp=sum_over_tp)} if self.bias else {}
         return {"weight": weight} | bias

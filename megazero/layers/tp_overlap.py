@@ -20,17 +20,20 @@ from megazero.parallel_state import Axis
 
 
 class Overlap(Protocol):
-    """An exchange over tp with a product, before it or after it."""
+    """A linear layer's exchange over tp together with its product, so that they can overlap."""
 
     def gathered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
-        """As `linear.gathered`."""
+        """Gather x over tp and multiply; see `linear.gathered`."""
 
     def scattered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
-        """This rank's part of the sum of products.  [seq, batch, in / tp], [out, in / tp] -> [seq / tp, batch, out]."""
+        """Multiply, and return this rank's sequence shard of the sum over tp.
+
+        [seq, batch, in / tp], [out, in / tp] -> [seq / tp, batch, out].
+        """
 
 
 class Pieces:
-    """Cuts each rank's part of the sequence into `count` pieces."""
+    """Overlaps the exchange with the product by cutting each rank's sequence shard into `count` pieces."""
 
     def __init__(self, count: int = 4) -> None:
         self.count = count
@@ -53,7 +56,7 @@ class Pieces:
 
 
 class Symmetric:
-    """Copies the parts of other ranks from their GPUs; for products in the format of their factors."""
+    """Reads the shards of other ranks directly from their GPUs; for products in the dtype of their factors."""
 
     def gathered(self, x: Tensor, weight: Tensor, tp: Axis, _: Product) -> Tensor:
         return gather_and_multiply(x.contiguous(), weight, tp)
@@ -63,12 +66,14 @@ class Symmetric:
 
 
 def overlap_of(setting: str, tp: Axis, device: torch.device) -> Overlap:
-    """The overlap of `parallel.tp_overlap`: "pieces" also where "symmetric" finds no GPUs of one host."""
+    """Return the overlap that `parallel.tp_overlap` names; "symmetric" falls back to "pieces" if the ranks are not GPUs
+    of one host.
+    """
     return Symmetric() if setting == "symmetric" and can_fuse(tp, device) else Pieces()
 
 
 def hide_exchanges(module: nn.Module, overlap: Overlap) -> None:
-    """Have the linear layers of a module under sequence parallelism exchange as `overlap` does."""
+    """Let the sequence-parallel linear layers of a module use the exchanges of `overlap`."""
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.exchange = overlap.gathered

@@ -38,8 +38,8 @@ from megazero.parallel_state import Axis
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    """Check that ids are rows of the vocabulary.  Otherwise an id that no tp rank holds would get an embedding of
-    zeros.
+    """Check that ids are rows of the vocabulary.  Without the check, an id that no tp rank holds would get a zero
+    embedding.
 
     Args:
         ids: int64, any shape.
@@ -67,7 +67,7 @@ class VocabParallelEmbedding(nn.Module):
     Source: Shoeybi et al. 2019, section 3.
 
     Args:
-        spec: of the weight.
+        spec: spec of the weight.
         tp: the tensor-parallel axis.
         sequence_parallel: return this rank's shard of the sequence.
         wgrad_queue: its accumulator takes the gradient, and need not store it as a whole matrix; None returns it to
@@ -126,7 +126,7 @@ class PositionEmbedding(nn.Module):
     """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Args:
-        spec: of the weight; `sum_over_tp` if x is this rank's shard of the sequence.
+        spec: spec of the weight, with `sum_over_tp` if x is this rank's shard of the sequence.
         tp: the tensor-parallel axis.
     """
 
@@ -158,7 +158,7 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute, over a rank's rows of the vocabulary, what the loss needs.
+    """Compute the statistics from which the loss is computed, over this rank's rows of the vocabulary.
 
     Args:
         logits: [tokens, rows]; fp32 logits are overwritten with exp(logit - peak).
@@ -199,7 +199,7 @@ def grad_logits_of(
         scale: fp32 [tokens].
         weight: fp32 [tokens], 1 + 2 * coefficient * shift; the coefficient is that of the z-loss, 0 without one.
         are_logits: whether `scores` are logits; always true with a cap.
-        cap: of the logits; None for no cap.
+        cap: the soft cap of the logits; None for no cap.
 
     Returns: [tokens, rows], in the dtype of `scores`.
     """
@@ -322,7 +322,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
-    """Return the form in which logits are saved after `statistics_of`: fp32 logits as probabilities."""
+    """Return the form of the logits that is saved for the backward: fp32 logits become probabilities."""
     return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
 
 
@@ -367,7 +367,7 @@ class Logits:
     """How a rank computes the logits of its rows of the vocabulary.
 
     Args:
-        spec: of the weight.
+        spec: spec of the weight.
         tp: the tensor-parallel axis.
         cap: see `soft_cap`; None for no cap.
         most_bytes: maximum for the logits of one chunk.
@@ -399,7 +399,7 @@ class VocabParallelHead(nn.Module):
     """Logits over the vocabulary and their cross-entropy.
 
     Args:
-        logits: how they are computed.
+        logits: computes the logits.
         tied: the embedding's parameter, if this rank holds it and the weights are tied; None creates a parameter.
         wgrad_queue: takes the gradient of a weight that is not `tied`; None returns it to autograd.
         sequence_parallel: the input is [seq / tp, batch, hidden].
