@@ -14,8 +14,7 @@ from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.bucket_plan import plan_buckets
-from megazero.zero.layout import BucketLayout, Interval, ParamInfo, Pieces
-from megazero.zero.sharding import ALONE, Placement, ShardingPolicy
+from megazero.zero.sharding import ALONE, BucketLayout, Interval, ParamInfo, Pieces, Placement, ShardingPolicy
 from megazero.zero.storage import StateMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -48,7 +47,7 @@ def over(shards: int) -> Placement:
 def planned(infos: Sequence[ParamInfo], shards: int, **plan) -> tuple[BucketLayout, ...]:
     """The buckets of parameters that all have so many shards."""
     placement = over(shards)
-    return plan_buckets([dataclasses.replace(info, placement=placement) for info in infos], **plan)
+    return plan_buckets([dataclasses.replace(info, placement=placement) for info in infos], **{"align": 16} | plan)
 
 
 def bucket_on(layout: BucketLayout, here: ShardingPolicy, *arguments) -> Bucket:

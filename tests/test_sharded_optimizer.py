@@ -26,8 +26,8 @@ from megazero.comm.memory import StorageError
 from megazero.config.schema import PrecisionConfig
 from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.optim.optimizers import Lion
-from megazero.zero.layout import Interval
 from megazero.zero.optimizer import recipe_of_class
+from megazero.zero.sharding import Interval
 from megazero.zero.weight_gathers import HalfSteppedError
 
 WIDTH = 16  # several buckets of 1024 bytes

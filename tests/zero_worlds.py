@@ -19,8 +19,7 @@ from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.deepspeed.script_units import BoundParameters, ScriptModel, script_units_of
 from megazero.parallel_state import Links, ParallelState, RankGrid
-from megazero.zero.layout import intersect
-from megazero.zero.sharding import Placement, ShardingSettings
+from megazero.zero.sharding import Placement, ShardingSettings, intersect
 from megazero.zero.units import ModelParts, describe
 
 Batches = Sequence[Sequence[Sequence[Any]]]

@@ -42,7 +42,7 @@ from megazero.layers.spec import ParamSpec, Region
 from megazero.parallel_state import Axis, ParallelState
 from megazero.settings import listed
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Interval, Slot, intersect
+from megazero.zero.sharding import Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
 
 READING = "reading"  # the folder of the markers of readers

@@ -47,7 +47,7 @@ from megazero.comm.collectives import Pending, exchange, gather_objects, wait_al
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.state import SavingAxes
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import BucketLayout, Interval, Slot
+from megazero.zero.sharding import BucketLayout, Interval, Slot
 from megazero.zero.state import MASTER, ShardedState
 
 T = TypeVar("T")

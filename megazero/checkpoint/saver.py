@@ -25,7 +25,7 @@ from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.parallel_state.state import SavingAxes
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Interval, intersect
+from megazero.zero.sharding import Interval, intersect
 from megazero.zero.state import ShardedState
 from megazero.zero.storage import free_memory_bytes, in_host_memory
 

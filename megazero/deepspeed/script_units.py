@@ -31,11 +31,10 @@ from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import SavedWeight, SavingForward, ScheduleOrder, Unit, UnitGatherer, in_backward
 from megazero.zero.gather_buffers import GatherBuffers
-from megazero.zero.layout import Slot
 from megazero.zero.parameters import Gathering
 from megazero.zero.secondary_shard import SecondarySource
 from megazero.zero.sharded_model import ShardedModel
-from megazero.zero.sharding import ShardingPolicy, ShardingSettings
+from megazero.zero.sharding import ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import free_memory_bytes
 from megazero.zero.units import ModelParts, UnitModule, parameter_attributes, units_of
 

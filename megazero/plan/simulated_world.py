@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megazero.parallel_state import Axis, RankGrid
 from megazero.parallel_state.axis import Transfers, Wait
+from megazero.settings import listed
 
 _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in one; NCCL has one for all
 
@@ -157,7 +158,7 @@ class SimulatedWorld:
         mine.append(post)
         for other, theirs in posts.items():
             if len(theirs) > number and theirs[number] != post:
-                among = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+                among = listed([*map(str, ranks)])
                 raise DifferError(
                     f"rank {rank} starts {post} as its operation {number + 1} over {where} of ranks ({among}), where rank "
                     f"{other} starts {theirs[number]}"

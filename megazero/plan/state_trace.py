@@ -33,7 +33,7 @@ from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.layout import Share
+from megazero.zero.sharding import Share
 
 TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 

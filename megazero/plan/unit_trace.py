@@ -49,8 +49,7 @@ from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, ke
 from megazero.plan.simulated_world import Alone
 from megazero.schedules.action import ActionKind, Schedule
 from megazero.zero.gradients import GradientReducer
-from megazero.zero.layout import ParamInfo, Pieces, Share, Slot
-from megazero.zero.sharding import DTYPES
+from megazero.zero.sharding import DTYPES, ParamInfo, Pieces, Share, Slot
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}

@@ -20,7 +20,7 @@ from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationS
 from megazero.engine.micro_batches import BatchShare, placed, read_on_host
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
-from megazero.settings import Say
+from megazero.settings import Say, listed
 
 
 def open_sources(
@@ -113,14 +113,10 @@ def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
             holders.setdefault(parts.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {name}")
-            lines += [f"    {value} on {_shown(own, [ranks[r][0] for r in own])}" for value, own in holders.items()]
+            for value, own in holders.items():
+                hosts = [*dict.fromkeys(ranks[rank][0] for rank in own)]
+                lines.append(f"    {value} on {listed(hosts, 4)} (rank {listed([*map(str, own)])})")
     return "\n".join([*lines, "copy the same files to every host, or put them on a file system that all hosts share"])
-
-
-def _shown(ranks: list[int], hosts: list[str]) -> str:
-    different = list(dict.fromkeys(hosts))
-    first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{', '.join(different[:4])}{', ...' if len(different) > 4 else ''} (rank {first})"
 
 
 def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus:

@@ -1,14 +1,12 @@
 """Flat storage for the parameters of one bucket: weights, master weights and gradients of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from megazero.zero.layout import BucketLayout, Interval
+from megazero.zero.sharding import BucketLayout, Interval
 from megazero.zero.storage import Extent, FlatArray, InMemory, StateMemory
 
 

@@ -35,8 +35,6 @@ A parameter that several units use, or that is in use while other units run, has
 at the same time share no buffers, so each has this many.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,8 +50,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_objects, largest, runs_by_itself
 from megazero.config.schema import ZeroConfig
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.layout import BucketLayout, ParamInfo, Slot
-from megazero.zero.sharding import ALIGN_ELEMENTS, BLOCK, ShardingPolicy, ShardingSettings, sharding_policy
+from megazero.zero.sharding import BLOCK, BucketLayout, ParamInfo, ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import StateMemory
 from megazero.zero.units import ModelParts, UnitModule, check_parameters, logical_rows
 
@@ -173,7 +170,7 @@ def plan_buckets(
     cuts: bool = False,
     part_elements: int | None = None,
     cuts_units: bool = False,
-    align: int = ALIGN_ELEMENTS,
+    align: int,
 ) -> tuple[BucketLayout, ...]:
     """Assign every parameter to one bucket.
 
@@ -338,7 +335,7 @@ def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSet
     described, zero, recipe = parts.described, settings.zero, settings.recipe
     held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
     agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
-    policy = sharding_policy(state, settings)
+    policy = settings.policy(state)
     if zero.offload.optimizer == zero.offload.parameters == "none":
         sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
         return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy))

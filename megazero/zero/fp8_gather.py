@@ -12,8 +12,6 @@ largest element of a square stays the largest, and in a scale of half the size, 
 run has the same bits as if weights travelled in their own format.  Masters keep their precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
@@ -28,7 +26,7 @@ from megazero.layers.fp8_sizes import BLOCK
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.layout import intersect
+from megazero.zero.sharding import intersect
 
 
 class _Part(NamedTuple):

@@ -43,8 +43,7 @@ from megazero.comm.backend import storage_of
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather_buffers import GatherBuffers
-from megazero.zero.layout import Slot
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import ShardingPolicy, Slot
 from megazero.zero.units import UnitModule
 from megazero.zero.weight_gathers import is_hooked, reading_no_weights
 

@@ -6,7 +6,7 @@
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
     finish                           missing gradients count as zero; wait for all reductions (then sums: `reductions`)
 
-A large bucket is handled part by part (`bucket`, [Note: parts]): each part is filled and its reduction started before
+A large bucket is handled part by part (`sharding`, [Note: parts]): each part is filled and its reduction started before
 the next part gets memory.
 
 [Note: one order]  Ranks match collectives by their order, so every rank must start the reductions of a model chunk in
@@ -32,10 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Interval, Share
 from megazero.zero.reduction_plan import reduction_queue
 from megazero.zero.reductions import Chunk, ReductionQueue
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import Interval, ShardingPolicy, Share
 
 if TYPE_CHECKING:
     from megazero.layers.experts import Groups

@@ -15,8 +15,6 @@ ranks. Matrices are not stacked: torch does not promise that a product rounds in
 of an owner's matrices depends on the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
@@ -29,9 +27,8 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, in_order_of_use
-from megazero.zero.layout import BucketLayout, Interval, Slot, intersect
 from megazero.zero.optimizer import MOMENTUM, MatrixRecipe, ShardedOptimizer
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import BucketLayout, Interval, ShardingPolicy, Slot, intersect
 
 MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of them
 

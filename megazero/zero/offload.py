@@ -8,8 +8,6 @@
 `auto` means the fastest of device, host and disk that has space at the start of the run.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,8 +22,7 @@ from megazero.config.schema import OffloadConfig
 from megazero.launchers import cores_of_rank
 from megazero.parallel_state import Axis
 from megazero.zero.file_store import FileStore, region_bytes
-from megazero.zero.layout import BucketLayout
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import BucketLayout, ShardingPolicy
 from megazero.zero.storage import (
     FILE_PART_ELEMENTS,
     Extent,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, in_order_of_use
-from megazero.zero.layout import BucketLayout, Interval, intersect
 from megazero.zero.parameters import memory_kind
+from megazero.zero.sharding import BucketLayout, Interval, intersect
 from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
 
 # torch's fused kernels of these classes divide gradients by `grad_scale`; another class that is fused may not.

@@ -24,7 +24,7 @@ from megazero.registry import added
 from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.bucket_plan import ShardingPlan
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.layout import intersect
+from megazero.zero.sharding import intersect
 from megazero.zero.storage import Location
 from megazero.zero.units import ModelParts, UnitModule
 from megazero.zero.weight_gathers import WeightGathers

@@ -13,9 +13,8 @@ import torch
 from megazero.comm.collectives import runs_by_itself
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Landing
-from megazero.zero.layout import Interval, intersect
 from megazero.zero.reductions import AllReduce, ReduceScatter, Reduction, ReductionPlan, ReductionQueue
-from megazero.zero.sharding import Placement, ShardingPolicy
+from megazero.zero.sharding import Interval, Placement, ShardingPolicy, intersect
 
 _IN_FLIGHT = 2  # if the host adds results, or this rank takes part itself: more in flight would hide no more
 

@@ -23,8 +23,7 @@ from megazero.comm.collectives import Pending, all_reduce, arriving_elements, re
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.layout import Interval
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import Interval, ShardingPolicy
 
 if TYPE_CHECKING:
     from megazero.zero.quantized import InTwo

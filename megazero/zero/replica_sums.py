@@ -23,8 +23,7 @@ from megazero.comm.collectives import Pending, all_reduce
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.layout import intersect
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.sharding import ShardingPolicy, intersect
 
 _IN_FLIGHT = 2
 

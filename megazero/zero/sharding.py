@@ -1,21 +1,47 @@
-"""Over which ranks, in which formats and on which device a model is sharded."""
+"""How a model is sharded: over which ranks, in which formats, and where each parameter lies in its bucket.
+
+    parameters   | w0      | w1   | b1 |pad|
+    flat buffer  [---------+------+----+---]
+    shards       [  rank 0   |   rank 1    ]      a border may fall within a parameter, so all shards are equal
+
+Parameters are sorted by their properties, so that each optimizer group, the gradient norm and the sums over tp work on
+a few contiguous intervals of a bucket instead of on single parameters, and one collective serves the whole bucket.
+
+[Note: parts]  A parameter larger than the bucket size is reduced in parts, so that no buffer must hold all of it.  A
+part covers the same rows of every shard, so every rank owns an equal amount of it:
+
+    flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
+    part b       [b|b|b]                        reduced into elements b of each rank's shard
+
+All gradient buffers have the size of the largest part.  Under stage 3 that is at least a transformer block, which is
+not cut (between CPU hosts: the largest bucket of a block).  An embedding is cut into parts of that size, even if
+buckets are smaller.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
+from torch import Tensor
 
 from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import Arena, Copier, copier_on
 from megazero.config.schema import PrecisionConfig, ZeroConfig
+from megazero.layers.spec import ParamSpec
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.grid import hosts_of
 from megazero.settings import divisors
 
 if TYPE_CHECKING:
     from megazero.zero.optimizer import OptimizerRecipe
+
+K = TypeVar("K", bound=Hashable)
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -94,24 +120,23 @@ class ShardingSettings:
     compiles: bool = False
     averages: bool = False
 
-
-def sharding_policy(state: ParallelState, settings: ShardingSettings) -> ShardingPolicy:
-    """Return the settings that all buckets share.  A collective call.  Raises: ValueError."""
-    zero, precision = settings.zero, settings.precision
-    return ShardingPolicy(
-        zero.stage,
-        DTYPES[precision.dtype],
-        placement_of(state, zero),
-        state.device,
-        DTYPES[precision.accumulate_dtype],
-        DTYPES[precision.reduce_dtype],
-        on_cpu=state.device_type == "cpu",
-        copier=copier_on(state.device),
-        arena=settings.arena,
-        quantizes_weights=zero.quantized_weights,
-        gradient_bits=zero.quantized_gradients,
-        compiles=settings.compiles,
-    )
+    def policy(self, state: ParallelState) -> ShardingPolicy:
+        """Return the settings that all buckets share.  A collective call.  Raises: ValueError."""
+        zero, precision = self.zero, self.precision
+        return ShardingPolicy(
+            zero.stage,
+            DTYPES[precision.dtype],
+            placement_of(state, zero),
+            state.device,
+            DTYPES[precision.accumulate_dtype],
+            DTYPES[precision.reduce_dtype],
+            on_cpu=state.device_type == "cpu",
+            copier=copier_on(state.device),
+            arena=self.arena,
+            quantizes_weights=zero.quantized_weights,
+            gradient_bits=zero.quantized_gradients,
+            compiles=self.compiles,
+        )
 
 
 def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
@@ -155,3 +180,237 @@ def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
     if set(gather_objects(size, state.world)) != {size} or size == 1:
         return None
     return state.cut(state.shard, size, "host", "hosts", "reductions")
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of this rank's model."""
+
+    name: str  # qualified name in the module
+    shape: tuple[int, ...]  # local shape, after TP
+    spec: ParamSpec  # the parameter as a whole, over all ranks
+    unit: int  # index of the first unit that uses it, in forward order
+    chunk: int = 0  # the model chunk of this rank that holds it
+    group: int = 0  # index of its optimizer group
+    trains: bool = True  # has a gradient; a frozen parameter is only sharded and saved
+    persistent: bool = False  # stage 3 keeps it whole on every rank
+    alone: bool = False  # stage 3 gives it a bucket of its own
+    matrix: bool = False  # the optimizer updates it as a whole matrix; its bucket holds only such parameters
+    placement: Placement = ALONE  # the ranks that share it
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Elements [start, stop) of a bucket."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The elements [start, stop) of a bucket that belong to one parameter."""
+
+    info: ParamInfo
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + prod(self.info.shape)
+
+    @property
+    def interval(self) -> Interval:
+        """The slot as an interval."""
+        return Interval(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A strided set of elements: `count` blocks of `length`, which start `stride` elements apart."""
+
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in all blocks."""
+        return self.length * self.count
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return these elements of the last dimension of x as a view [..., count, length]."""
+        step = x.stride(-1)
+        strides = (*x.stride()[:-1], self.stride * step, step)
+        return x.as_strided((*x.shape[:-1], self.count, self.length), strides, x.storage_offset() + self.start * step)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The elements of one parameter that lie in one part of a bucket, in the order in which they lie in the part's
+    buffer.
+
+    There are at most three `pieces`: of the shard in which the parameter begins, of the shards that it fills (one piece
+    with equal distances), and of the shard in which it ends.
+    """
+
+    slot: Slot
+    pieces: tuple[Pieces, ...]
+    start: int  # of the first piece in the buffer
+    part: Interval  # elements of every shard
+    shard_numel: int
+
+    @cached_property
+    def stop(self) -> int:
+        """One past the last element in the buffer."""
+        return self.start + sum(piece.numel for piece in self.pieces)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the part holds the whole parameter."""
+        return self.stop - self.start == prod(self.slot.info.shape)
+
+    @cached_property
+    def rows(self) -> tuple[Pieces, ...] | None:
+        """The pieces in units of the parameter's rows; None if a piece begins or ends within a row."""
+        width = prod(self.slot.info.shape[1:])
+        every = [(piece.start, piece.length, piece.stride) for piece in self.pieces]
+        if any(number % width for numbers in every for number in numbers):
+            return None
+        return tuple(
+            Pieces(piece.start // width, piece.length // width, piece.count, piece.stride // width)
+            for piece in self.pieces
+        )
+
+    def row_in_buffer(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Map rows of the parameter to rows of this share.
+
+        Args:
+            rows: int64, indices of rows of the parameter.
+
+        Returns:
+            The index of each row within the share, and the number of rows of the share.  A row that lies outside gets
+            that number.
+        """
+        width, held = prod(self.slot.info.shape[1:]), self.part.stop - self.part.start
+        element, count = rows * width + self.slot.start, (self.stop - self.start) // width
+        within = element % self.shard_numel - self.part.start
+        found = (element // self.shard_numel * held + within - self.start) // width
+        return found.where((within >= 0) & (within < held), count), count
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where each parameter lies in a bucket.  All its parameters have the same placement and chunk, and all train or
+    none does.
+    """
+
+    name: str  # for messages
+    slots: tuple[Slot, ...]  # in order, from element 0; padding may precede a slot that begins a quantization block
+    step: int = 1  # shards are a multiple of this; in a bucket that is cut into parts it is a multiple of whole rows
+    part_count: int = 1
+
+    @property
+    def first(self) -> ParamInfo:
+        """The first parameter.  All agree with it in placement, chunk, and whether they train, persist or are matrices."""
+        return self.slots[0].info
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return self.first.placement.shard.size
+
+    @property
+    def trains(self) -> bool:
+        """Whether the parameters have gradients."""
+        return self.first.trains
+
+    @property
+    def tie(self) -> str | None:
+        """The logical name of a parameter that several stages or chunks hold.  Such a parameter has a bucket of its
+        own.
+        """
+        return self.first.spec.name if self.first.spec.tied else None
+
+    @cached_property
+    def unit(self) -> int:
+        """Index of the first unit that uses one of the parameters."""
+        return min(slot.info.unit for slot in self.slots)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements up to the end of the last parameter."""
+        return self.slots[-1].stop
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one shard, with padding."""
+        return -(-max(self.numel, 1) // (self.shards * self.step)) * self.step
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer, with padding."""
+        return self.shard_numel * self.shards
+
+    @property
+    def interval(self) -> Interval:
+        """All elements, with padding."""
+        return Interval(0, self.padded_numel)
+
+    def shard(self, index: int) -> Interval:
+        """Return the elements of shard `index`."""
+        return Interval(index * self.shard_numel, (index + 1) * self.shard_numel)
+
+    def in_parts_of(self, limit: int) -> BucketLayout:
+        """Return the layout cut into the fewest parts of at most `limit` elements.  A part has at least one row of each
+        shard.
+        """
+        smallest = self.shards * self.step
+        return replace(self, part_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
+
+    @property
+    def parts(self) -> tuple[Interval, ...]:
+        """For each part, the elements of every shard that are reduced at once; see [Note: parts]."""
+        each = -(-self.shard_numel // (self.part_count * self.step)) * self.step
+        return tuple(Interval(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
+
+    def shares(self, part: Interval) -> Iterator[Share]:
+        """Yield the share of each parameter that has elements in a part.  A bucket of one part yields empty parameters,
+        too.
+        """
+        each, held = self.shard_numel, part.stop - part.start
+        for slot in self.slots:
+            if held == each:
+                yield Share(slot, (Pieces(0, slot.stop - slot.start),), slot.start, part, each)
+                continue
+            first, last = slot.start // each, -(-slot.stop // each) - 1  # indices of shards
+            ends = [
+                intersect(slot.interval, Interval(at * each + part.start, at * each + part.stop))
+                for at in (first, last)
+            ]
+            pieces = [Pieces(end.start, end.stop - end.start) for end in ends[: last - first + 1] if end is not None]
+            if last - first > 1:
+                pieces.append(Pieces((first + 1) * each + part.start, held, last - first - 1, each))
+            if pieces:
+                pieces.sort(key=lambda piece: piece.start)
+                at = pieces[0].start
+                inside = tuple(replace(piece, start=piece.start - slot.start) for piece in pieces)
+                yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
+
+    def intervals(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Interval]]:
+        """Yield the longest intervals of parameters with an equal key.  Padding at the end belongs to none."""
+        for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
+            members = list(slots)
+            yield value, Interval(members[0].start, members[-1].stop)
+
+
+def intersect(a: Interval, b: Interval) -> Interval | None:
+    """Return the common elements, or None."""
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return Interval(start, stop) if start < stop else None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Interval, intersect
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.sharding import Interval, intersect
 from megazero.zero.storage import FlatArray
 
 if TYPE_CHECKING:

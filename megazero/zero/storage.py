@@ -25,8 +25,7 @@ from megazero.comm.collectives import Pending
 from megazero.comm.memory import host_tensor
 
 if TYPE_CHECKING:
-    from megazero.zero.layout import BucketLayout
-    from megazero.zero.sharding import ShardingPolicy
+    from megazero.zero.sharding import BucketLayout, ShardingPolicy
 
 Location: TypeAlias = Literal["device", "host", "file"]
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Slot
+from megazero.zero.sharding import Slot
 from megazero.zero.units import UnitModule
 
 if TYPE_CHECKING:

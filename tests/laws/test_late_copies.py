@@ -21,8 +21,8 @@ from worlds import LLAMA, engine_on, run_of, state_on, train_on
 from megazero.comm.memory import Copier
 from megazero.config import ResolvedRun
 from megazero.config.schema import OffloadConfig
-from megazero.zero import bucket_plan
 from megazero.zero.offload import give_cores
+from megazero.zero.sharding import ShardingSettings
 
 
 class LateStreams(Copier):
@@ -59,10 +59,10 @@ class LateStreams(Copier):
 
 def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[Any]:
     """What runs on a device that is not the host give, and the bytes that they take."""
-    plain, found, state = bucket_plan.sharding_policy, list[Any](), state_on(rank, runs[0])
+    plain, found, state = ShardingSettings.policy, list[Any](), state_on(rank, runs[0])
     for run, copier in zip(runs, copiers, strict=True):
         made = lambda *args, copier=copier: replace(plain(*args), on_cpu=False, copier=copier)  # noqa: E731
-        with patch.object(bucket_plan, "sharding_policy", made):
+        with patch.object(ShardingSettings, "policy", made):
             engine = engine_on(rank, run, state=state)
         found.append((train_on(engine, run, False, True), engine.memory_bytes()))
         reducer = engine.sharded_model.reducer

@@ -1,7 +1,5 @@
 """A layer of DeepSeek-V2 or V3, under its Hugging Face names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

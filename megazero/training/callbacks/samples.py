@@ -6,8 +6,6 @@
 Only rank 0 tokenizes, and no collective waits while it does.  If it fails there, it prints a line, and the run continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue

@@ -3,8 +3,6 @@
 Source: `lm_eval.models.huggingface.HFLM`, which gives the same scores for an exported model.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any
