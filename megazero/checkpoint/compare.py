@@ -22,7 +22,7 @@ _INFORMATION = ("config", "shape", "versions", "val_loss")  # fields of the trai
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that differs."""
+    """The difference of one tensor between two checkpoints."""
 
     kind: str
     name: str
@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether a run resumed from either would go on in the same way, within the tolerances."""
+        """Whether a run would continue in the same way from either checkpoint, within the tolerances."""
         return not self.only and not self.fields and all(tensor.is_close for tensor in self.tensors)
 
 
@@ -103,7 +103,7 @@ def _compare_states(result: Comparison, a: dict[str, Any], b: dict[str, Any]) ->
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model.seq_len": 16} for {"model": {"seq_len": 16}}."""
+    """Flatten nested tables: {"model": {"seq_len": 16}} -> {"model.seq_len": 16}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -113,7 +113,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _difference(
     kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
 ) -> TensorDifference | None:
-    """The difference of two tensors with one name; None if they are equal."""
+    """Return the difference of two tensors with the same name; None if they are equal."""
     texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (a, b)]
     described = " and ".join(dict.fromkeys(texts))
     if a.shape != b.shape:
@@ -136,7 +136,7 @@ def _difference(
 
 
 def _rows(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of both tensors, a few at a time, flat and in fp32, which represents every stored dtype exactly."""
+    """Yield the rows of both tensors, a few at a time, flat and in fp32, which represents every stored dtype exactly."""
     shape = a.shape
     if not shape:
         yield a.whole().float().view(1), b.whole().float().view(1)

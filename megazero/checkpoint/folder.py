@@ -58,7 +58,7 @@ def partial_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and xxh3-128 of one file."""
+    """The size in bytes and the xxh3-128 hash of a file."""
 
     bytes: int
     xxh3: str
@@ -71,7 +71,7 @@ class Output(ABC):
         self._file, self._check_lock, self._hash, self.bytes = file, check_lock, xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append.  Raises: OSError."""
+        """Append data.  Raises: OSError."""
         for start in range(0, len(data), _WRITE_BYTES):
             self._append(data[start : start + _WRITE_BYTES])
 
@@ -81,7 +81,7 @@ class Output(ABC):
         self.bytes += len(piece)
 
     def finish(self) -> FileRecord:
-        """Make it durable under its name.  Raises: OSError."""
+        """Make the file durable under its name.  Raises: OSError."""
         self._flush()
         self._check_lock()
         self._publish()
@@ -89,7 +89,7 @@ class Output(ABC):
 
     @abstractmethod
     def _flush(self) -> None:
-        """Make what was written durable."""
+        """Make the written data durable."""
 
     @abstractmethod
     def _publish(self) -> None:
@@ -97,7 +97,7 @@ class Output(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what was written; never raises."""
+        """Remove the unfinished file.  Never raises."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ _OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # `.b
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock."""
+    """The owner of a lock."""
 
     run: str = "unknown"
     host: str = "an unknown host"
@@ -139,7 +139,7 @@ class DirectoryLock:
         self._looks: Counter[tuple[str, bytes]] = Counter()  # by lock file and heartbeat of an owner on another host
 
     def look(self) -> None:
-        """Raises: OwnerError: its owner is known to run, on this host."""
+        """Check that no owner is known to run on this host.  Raises: OwnerError."""
         self._owner_among(_lock_files(self._files))
 
     def try_to_take(self) -> Owner | None:
@@ -220,7 +220,7 @@ class DirectoryLock:
 
 
 def checkpoints_of(config: RunConfig) -> Folder:
-    """The folder of a run's checkpoints.  Raises: ValueError for a URL that cannot be used."""
+    """Return the folder of a run's checkpoints.  Raises: ValueError for a URL that cannot be used."""
     return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / "checkpoints")
 
 
@@ -232,7 +232,7 @@ class Ownership:
     step does not wait for a storage that does not answer.
 
     Args:
-        say: takes lines for the terminal, on rank 0.
+        say: prints a line on the terminal of rank 0.
         wants_stop: asked while the run waits to see whether another owner still runs.
 
     Attributes:
@@ -348,7 +348,7 @@ class Ownership:
 
 
 def _now() -> float:
-    """A clock in seconds that goes on while the machine is suspended, if the system has one."""
+    """Return the time in seconds of a clock that continues while the machine is suspended, if the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

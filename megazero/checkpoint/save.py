@@ -95,7 +95,7 @@ def save_checkpoint(
         location: the step directory, which all ranks share.
         source: this rank's shard of the state.
         files: further small files by name; those of rank 0 are written.
-        moves_latest: whether `latest` shall name this checkpoint.
+        moves_latest: let `latest` point to this checkpoint.
         axes: communicators to use; None for those of the training.
         plan: see `plan_saving`; None to compute it here.
 

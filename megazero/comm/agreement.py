@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
-    """Run an action that may fail on some ranks only.  If it fails on any, every rank raises.
+    """Run an action that may fail on some ranks only.  If it fails on one of them, every rank raises an error.
 
     Args:
         action: makes no collective call.
@@ -39,13 +39,15 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
 
 
 def on_first(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
-    """Run an action on the axis's first rank.  Every rank gets its result, or raises its error.  For picklable results."""
+    """Run an action on the axis's first rank.  Every rank returns the result, which must be picklable, or raises the
+    error.
+    """
     answer = agree(action if axis.index == 0 else lambda: None, axis, raises)
     return from_first(answer, axis)  # type: ignore[return-value]  # the first rank's is one
 
 
 class Worker:
-    """A thread that makes one call after another.  A call that never returns does not keep the process alive."""
+    """A thread that runs calls one after another.  A call that never returns does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
@@ -60,18 +62,18 @@ class Worker:
                 result.set_exception(error)
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
-        """Make a call after those before it."""
+        """Queue a call behind the earlier ones."""
         result = Future[T]()
         self._calls.put((call, result))
         return result
 
     def end(self) -> None:
-        """End the thread after the calls that have begun."""
+        """End the thread after all queued calls."""
         self._calls.put(None)
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Make a call in a thread of its own."""
+    """Run a call in its own thread."""
     worker = Worker()
     result = worker.begin(call)
     worker.end()
@@ -79,12 +81,16 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def seconds_between_meetings(timeout_seconds: float) -> float:
-    """How long a rank may work before it meets those that wait for it, where a collective waits for `timeout_seconds`."""
+    """Return how many seconds a rank may work before it must meet the ranks that wait for it.
+
+    A collective waits for at most `timeout_seconds`.
+    """
     return min(20.0, timeout_seconds / 4)
 
 
 def agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception], seconds: float) -> T:
-    """`agree` on an action that may take longer than a collective may wait: it runs in a thread while the ranks meet.
+    """Run `agree` on an action that may take longer than the timeout of collectives: it runs in a thread while the ranks
+    meet.
 
     rank 0   action . . . . . . . . . . done
     ranks      meet   meet   meet   meet           every `seconds`

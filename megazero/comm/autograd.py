@@ -69,7 +69,7 @@ def _sum(x: Tensor, tp: Axis) -> Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """One collective in the forward and another in the backward."""
+    """A differentiable operation with one collective in the forward and another one in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis, forward: Collective, backward: Collective) -> Tensor:

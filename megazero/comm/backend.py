@@ -82,14 +82,14 @@ class TorchBackend:
             self._unchecked.popleft()()
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, since there is nothing to release."""
 
 
 class HostBackend(TorchBackend):
-    """Collectives in host memory of a run on GPUs, whose groups use only NCCL: messages over the gloo group of all
+    """Collectives of host memory in a run on GPUs.  Its groups use only NCCL, so messages go over the gloo group of all
     ranks.
 
-    Only gathers and sums are needed there: of offloaded gradients, and of the data of a checkpoint's readers.
+    Only gathers and sums are needed: for offloaded gradients, and for data that the readers of a checkpoint exchange.
     """
 
     _rings = ()
@@ -112,7 +112,7 @@ class HostBackend(TorchBackend):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies the tensor's memory among all memory in use at the same time."""
+    """Return a number that identifies the tensor's memory for as long as the memory is in use."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -139,8 +139,8 @@ def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wa
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: GatherObjects) -> Backend:
-    """Return the backend for a group's tensors on a device.  All its ranks call this at the same operation, and their
-    choices agree.
+    """Return the backend for a group's tensors on a device.  All ranks of the group must call this at the same operation;
+    they choose the same backend.
     """
     if group.device.type != device.type:
         return HostBackend()

@@ -26,7 +26,7 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "Acceler
 
 
 class Pending:
-    """A running operation; already done if `wait` is None.
+    """A running operation.  If `wait` is None, it has already ended.
 
     If it is dropped before its end, for example by a failed step, the operation continues.  `Group.unfinished` then
     holds it and its memory until the group's next operation.
@@ -57,7 +57,7 @@ class Pending:
             self._finish = None
 
     def leave(self) -> None:
-        """Drop the wait: the group's next operation waits instead."""
+        """Leave the wait to the group's next operation."""
         if self._wait is not None and self._group is not None:
             self._group.unfinished.append(self._wait)
         self._wait = None
@@ -73,7 +73,7 @@ def wait_all(pendings: Iterable[Pending]) -> None:
 
 
 def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
-    """Make a call that may wait for a peer: measure its time, and name the operation in its error."""
+    """Run a call that may wait for a peer.  Its time is measured, and its error names the operation."""
     entered = axis.traffic.enter(axis, operation)
     try:
         return call()
@@ -139,7 +139,7 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
 
 
 def _messages(axis: Axis) -> Messages:
-    """Return what implements broadcasts, messages between two ranks and exchanges of small values."""
+    """Return the implementation of broadcasts, messages between two ranks and exchanges of small values."""
     group = axis.group
     if group is None:
         return ProcessGroups()
@@ -239,7 +239,8 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
 
 
 def check_order(axis: Axis) -> None:
-    """Compare the gathers of all ranks since the last call, unless their waits have done it; see `comm/backend.py`.
+    """Compare the labels of all gathers since the last call over the ranks, unless `wait` has compared them; see
+    `comm/backend.py`.
 
     Raises: OrderError.
     """
@@ -258,7 +259,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     """Sum `full` over the axis and write this rank's part to `out`.
 
     Args:
-        out: 1/n of `full` in dimension 0; contiguous; may be this rank's own part of `full`.
+        out: contiguous; in dimension 0 its size is that of `full` / axis size; may be this rank's slice of `full`.
         full: contiguous; dimension 0 is divisible by the axis size.  Do not change it before `wait`.
         scratch: 1-D, at least `arriving_elements`; allocated if None.  `out` may be its beginning.
     """
@@ -335,17 +336,19 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
+    """Return every rank's `value`, in rank order, on every rank.  For small picklable values."""
     return gather_lists([value], axis)
 
 
 def gather_lists(values: list[T], axis: Axis) -> list[T]:
-    """Every rank's values as one list, in rank order, on every rank.  Without any, almost nothing is sent."""
+    """Return the values of all ranks as one list, in rank order, on every rank.  If no rank has values, almost nothing is
+    sent.
+    """
     return _of_values("gather_objects", values, axis, lambda messages: messages.gather(values, axis))
 
 
 def _of_values(operation: str, own: T, axis: Axis, call: Callable[[Messages], T]) -> T:
-    """Exchange small values, which count no bytes; `own`: the result of one rank alone."""
+    """Exchange small values; their bytes are not counted.  `own`: the result if the axis has one rank."""
     if axis.size == 1:
         return own
     axis.traffic.add(axis.name, operation, 0)
@@ -353,12 +356,12 @@ def _of_values(operation: str, own: T, axis: Axis, call: Callable[[Messages], T]
 
 
 def from_first(value: T, axis: Axis) -> T:
-    """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
+    """Return the `value` of the axis's first rank on every rank.  The other values are not sent.  For picklable values."""
     return _of_values("from_first", value, axis, lambda messages: messages.from_first(value, axis))
 
 
 def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
-    """The elementwise maximum of every rank's numbers, on every rank."""
+    """Return the elementwise maximum of all ranks' numbers, on every rank."""
     return list(_of_values("largest", numbers, axis, lambda messages: messages.largest(numbers, axis)))
 
 

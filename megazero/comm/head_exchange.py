@@ -51,7 +51,7 @@ class SequenceForHeads:
 
         Args:
             x: [batch, chosen heads, seq * n, size], with any strides.
-            heads: their slice among the heads of a rank, with a start and a stop.
+            heads: the slice of these heads among those of a rank, with a start and a stop.
         """
         ranks = self._axis.size
         if ranks == 1:

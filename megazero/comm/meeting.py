@@ -60,7 +60,7 @@ def name_hint(environment: Mapping[str, str]) -> str:
 def of_this_start(store: Store) -> Store:
     """Return the store with a prefix for this start of the ranks.
 
-    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a
+    If torchrun keeps one store over its restarts, the store still contains the keys of the last start.  With a
     single agent all ranks see the same restart count; for several agents see docs/elastic.md.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
@@ -71,7 +71,7 @@ def prepare_rank(device: torch.device, local_world_size: int) -> None:
     """Prepare the process of a rank for process groups.
 
     Args:
-        local_world_size: ranks of this host, with this one.
+        local_world_size: number of ranks on this host, including this one.
     """
     connect_on_demand(os.environ)
     if device.type == "cuda":

@@ -69,8 +69,8 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None
 def page_lock(tensor: Tensor, remedy: str) -> None:
     """Lock the pages of a tensor's memory for as long as it lives.  Raises: StorageError.
 
-    torch's allocator of pinned memory rounds a request up to a power of two, so that 5 GiB take 8.  Locking existing
-    pages takes no more than the request (as torch.distributed._state_dict_utils does).
+    torch's allocator of pinned memory rounds a request up to a power of two, so that 5 GiB take 8 GiB.  Locking existing
+    pages takes no more memory than requested (as torch.distributed._state_dict_utils does).
     """
     runtime, address, nbytes = torch.cuda.cudart(), tensor.data_ptr(), tensor.nbytes
     code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
@@ -93,8 +93,8 @@ class Copier:
         return self.run(partial(_copy, target, source), to_host=source.is_cuda)
 
     def run(self, work: Callable[[], Any], *, to_host: bool) -> Any | None:  # noqa: ARG002
-        """Call `work` so that it queues on the stream of this direction, after the current stream's work.  Returns a
-        mark to wait for.
+        """Call `work` on the stream of this direction, so that its kernels run after the current stream's work.  Returns
+        a mark to wait for.
         """
         return work()
 
@@ -106,8 +106,8 @@ class Copier:
         """Block the host until the marked work is done."""
 
     def follow(self, mark: Any, work: Callable[[], object]) -> Callable[[], object]:
-        """Let the host call `work` when a copy has ended, in the order of these calls.  Returns the function that waits
-        for it.
+        """Let the host call `work` after a copy has ended.  Works run in the order in which they were passed.  Returns the
+        function that waits for it.
         """
         self.finish(mark)
         work()
@@ -146,7 +146,9 @@ class StreamCopier(Copier):
 
 
 def copier_on(device: torch.device) -> Copier:
-    """Return a new copier for a device.  Each use needs its own, since its copies wait for those before them."""
+    """Return a new copier for a device.  Each use needs its own copier, since a copy waits for the earlier copies of its
+    copier.
+    """
     return StreamCopier(device) if device.type == "cuda" else Copier()
 
 
@@ -191,7 +193,7 @@ class _FreeRanges:
         return taken
 
     def give_back(self, freed: _Range) -> None:
-        """Free a range, joined with adjacent free ranges."""
+        """Free a range, and join it with adjacent free ranges."""
         at = bisect(self._free, freed)
         if at < len(self._free) and self._free[at][:2] == (freed.buffer, freed.stop):
             freed = freed._replace(stop=self._free.pop(at).stop)
@@ -202,7 +204,7 @@ class _FreeRanges:
 
 
 class _Taken(NamedTuple):
-    """The ranges of a tensor: in its line and, if that lies beyond the buffer, in extra memory."""
+    """The ranges that a tensor occupies: in its line and, if the line ends beyond the buffer, in extra memory."""
 
     line: int
     within: _Range
@@ -215,12 +217,12 @@ class Arena:
     Released memory may be acquired again at once: work on another CUDA stream must wait for its earlier use first.
 
     Args:
-        device: where to allocate.
-        remedy: how to need less memory on the host, for the error message.
-        pins: page-lock memory of the host, if there is CUDA.
+        device: the device to allocate on.
+        remedy: advice for the error message, on how to use less host memory.
+        pins: page-lock host memory if there is a CUDA device.
 
     Attributes:
-        nbytes: bytes from the allocator.
+        nbytes: bytes that the arena has taken from the allocator.
     """
 
     def __init__(self, device: torch.device, remedy: str | None = None, *, pins: bool = False) -> None:
@@ -235,13 +237,13 @@ class Arena:
 
     @property
     def nbytes_in_use(self) -> int:
-        """Acquired bytes, each range rounded up to `ALIGNMENT`."""
+        """Bytes in use, with each range rounded up to `ALIGNMENT`."""
         self._release_dropped()
         return self._nbytes_in_use
 
     def reserve(self, nbytes: int = 0) -> None:
-        """Allocate one buffer for the most that was ever in use at once, and at least `nbytes`.  No-op while memory is
-        in use.
+        """Allocate one buffer as large as the most bytes that were ever in use at once, and at least `nbytes`.  No-op
+        while memory is in use.
 
         Raises: StorageError, the memory cannot be allocated or locked.
         """
@@ -265,7 +267,7 @@ class Arena:
         """Return memory, uint8 [nbytes], with undefined content.
 
         Args:
-            line: 1 for memory that is acquired once in a step and released at its end, otherwise 0.
+            line: 1 for memory that is acquired once per step and released at its end, else 0.
 
         Raises: StorageError.
         """
@@ -288,7 +290,9 @@ class Arena:
         return memory
 
     def drop(self, memory: Tensor) -> None:
-        """Release at the arena's next call: for `__del__`, which any thread may run, even within a call of this one."""
+        """Release memory at the arena's next call.  For `__del__`, which any thread may run, even during a call of the
+        arena.
+        """
         self._dropped.append(memory)
 
     def _release_dropped(self) -> None:
@@ -296,7 +300,7 @@ class Arena:
             self.release(self._dropped.popleft())
 
     def release(self, memory: Tensor) -> None:
-        """Take memory back.  Raises: KeyError, it is not in use."""
+        """Return memory to the arena.  Raises: KeyError: the memory is not in use."""
         line, within, further = self._taken.pop(address_of(memory))
         self._nbytes_in_use -= within.nbytes
         self._lines[line].give_back(within)

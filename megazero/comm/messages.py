@@ -72,7 +72,7 @@ class LostPeerError(RuntimeError):
         return f"{called} did not finish: {found} ({self.reason})"
 
     def explain(self, step: int, found: str) -> None:
-        """Add the step of the failure, and what is known about the peers."""
+        """Add to the message the step of the failure and the findings about the peers."""
         self.args = (self._text(f" in step {step}", found),)
 
 
@@ -142,8 +142,8 @@ def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> 
 
 
 def encoded(label: str) -> bytes:
-    """Return a label in the form that ranks compare, `LABEL_BYTES` long.  What identifies the operation must come
-    first.
+    """Return a label in the form that ranks compare, `LABEL_BYTES` long.  It is cut, so the text that identifies the
+    operation must come first.
     """
     return label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
 
@@ -168,8 +168,8 @@ def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
 def start_comparing(
     label: str, axis: Axis, step: int = 1, wait_for: Callable[[Sequence[Any]], object] = wait_for
 ) -> Wait:
-    """Send the label to the rank `step` places ahead.  The wait compares it with the label of the rank `step` places
-    behind.
+    """Send the label to the rank `step` places ahead.  The returned wait compares it with the label of the rank `step`
+    places behind.
 
     This is one message over host memory, however many ranks there are; none if the label is empty.
     """
@@ -190,7 +190,7 @@ def start_comparing(
 
 
 class ProcessGroups:
-    """Broadcasts, messages between two ranks and small values over the process groups of the given axis."""
+    """Broadcasts, point-to-point messages and exchanges of small values, over the process groups of an axis."""
 
     def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
         wait: Wait = dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
@@ -217,19 +217,19 @@ class ProcessGroups:
 
 
 def parent(index: int) -> int:
-    """Return the parent of a rank other than the first."""
+    """Return the parent, in the tree of ranks, of a rank other than the first."""
     return index & (index - 1)
 
 
 def children(index: int, size: int) -> list[int]:
-    """Return the children of a rank, nearest first."""
+    """Return the children of a rank in the tree of ranks, nearest first."""
     reach = index & -index or size
     steps = (1 << bit for bit in range(reach.bit_length()))
     return [index + step for step in steps if step < reach and index + step < size]
 
 
 def _joined(value: T, join: Callable[[T, T], T], axis: Axis) -> T:
-    """Join the values of all ranks in rank order, up the tree.  Every rank gets the result."""
+    """Combine the values of all ranks with `join`, in rank order, up a tree of ranks.  Every rank gets the result."""
     for child in children(axis.index, axis.size):
         value = join(value, pickle.loads(_receive(axis, child)))
     message = pickle.dumps(value)

@@ -16,12 +16,15 @@ from megazero.parallel_state import Axis
 
 
 def can_fuse(axis: Axis, device: torch.device) -> bool:
-    """Whether these ranks may read one another's memory: GPUs of one host."""
+    """Whether these ranks can read one another's memory directly, because they are GPUs of the same host."""
     return device.type == "cuda" and not any(map(axis.is_off_host, range(axis.size)))
 
 
 def gather_and_multiply(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """x of all ranks, concatenated in rank order, @ weight.T.  [n, ..., k], [m, k] -> [n * axis size, ..., m]."""
+    """Gather x over the axis in rank order, and return x @ weight.T.
+
+    x: [n, ..., k], weight: [m, k] -> [n * axis size, ..., m].
+    """
     axis.traffic.add(axis.name, "all_gather", x.nbytes * (axis.size - 1))
     group = axis.process_group.group_name
     return torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)[1][0]

@@ -32,7 +32,7 @@ _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The data of a run."""
+    """The training and validation data of a run."""
 
     train: SampleStream
     validation: ValidationStream | None  # None if no data is held out

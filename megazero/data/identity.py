@@ -178,7 +178,7 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
 
 
 def _state_of(paths: Sequence[Path], found: Sequence[os.stat_result]) -> dict[str, Any]:
-    """Sizes, times and inodes of a pair, which change when a file is written, copied or replaced."""
+    """Return the sizes, times and inodes of a pair, which change when a file is written, copied or replaced."""
     files = [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
     return {"path": os.path.abspath(paths[0]), "files": files, "checks": _CHECKS}
 

@@ -42,7 +42,7 @@ class UnfitDataError(DataError):
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Consecutive samples of one source: windows `first` to `first + count` of its token stream."""
+    """Consecutive samples of one source: windows [first, first + count) of its token stream."""
 
     tokens: NDArray[Any]  # [total tokens], the whole stream
     seq_len: int  # tokens that a sample predicts; a sample has one more

@@ -52,7 +52,7 @@ class AroundNormBlock(Block):
 
 
 class ExpertBlock(Block):
-    """As `Block`, with a `MixtureOfExperts`."""
+    """A `Block` with a `MixtureOfExperts` in place of the MLP."""
 
     mlp: MixtureOfExperts
 

@@ -133,7 +133,7 @@ class BuildContext:
         *,
         transposed: bool = False,
     ) -> ColumnParallelLinear:
-        """Build a projection into a block, from the hidden size unless `in_features` says otherwise."""
+        """Build a column-parallel projection into a block.  Its input has the hidden size unless `in_features` is given."""
         init = Initializer("normal", self._matrix_std)
         linear = LinearSpec(weight, in_features or self.model.hidden_size, bias, init, transposed)
         return ColumnParallelLinear(
@@ -219,7 +219,7 @@ class BuildContext:
         return self.sequence_parallel and self.tp.size > 1
 
     def rounded(self, factor: float) -> float:
-        """Round a factor to the type of activations, as transformers does that of a Gemma's embeddings."""
+        """Round a factor to the dtype of activations, as transformers rounds the factor of Gemma's embeddings."""
         return float(torch.tensor(factor, dtype=self.dtype, device="cpu"))
 
     def dropout(self, site: str) -> Dropout:
@@ -253,7 +253,9 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
 
 
 def _knows_parts(module: nn.Module) -> bool:
-    """Whether the module declares it in the place that defines its `forward`: the instance, its class, or a base class."""
+    """Whether the module declares `knows_parts` where its `forward` is defined: in the instance, its class or a base
+    class.
+    """
     for owner in (module, *type(module).__mro__):
         if "knows_parts" in vars(owner):
             return bool(module.knows_parts)

@@ -35,7 +35,7 @@ class MicroBatch:
         tokens: int64 [seq, batch]; None on stages without the embedding.
         labels: int64 [seq, batch]; None on stages where neither head nor routers need them, and to get logits instead
             of a loss.
-        part: which tokens of the samples these are; None for whole samples that are one document each.
+        part: says which tokens of the samples these are; None for whole samples of one document each.
     """
 
     sample_ids: Tensor
@@ -55,7 +55,7 @@ class Block(nn.Module):
     Args:
         context: builds the residual sums.
         sites: canonical names of the two branches; dropout masks are keyed by them.
-        norms: of attention and of the MLP.
+        norms: the norms before attention and before the MLP.
         branches: attention and the MLP.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
             shape; attention's forward also takes the `TokenLayout`.
     """
@@ -146,7 +146,7 @@ class Embedding(nn.Module):
 
 
 class ScaledEmbedding(Embedding):
-    """Like `Embedding` without learned positions, multiplied by `scale`."""
+    """An `Embedding` without learned positions that multiplies by `scale`."""
 
     def __init__(self, context: BuildContext, name: str, scale: float) -> None:
         super().__init__(context, name)
@@ -181,7 +181,7 @@ class Head(nn.Module):
 
 
 class ScaledHead(Head):
-    """Like `Head`, with logits multiplied by `scale`."""
+    """A `Head` that multiplies its logits by `scale`."""
 
     def __init__(self, scale: float, context: BuildContext, *of_head: Any) -> None:
         super().__init__(context, *of_head)
@@ -200,12 +200,14 @@ def head_of(context: BuildContext, *of_head: Any) -> Head:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether a module is of this package, or one of torch's that its blocks hold, and not of a script."""
+    """Whether a module comes from this package or is one of torch's modules that its blocks hold, rather than a
+    script's.
+    """
     return type(module).__module__.startswith("megazero.") or type(module) in (nn.GELU, nn.Identity)
 
 
 class GPTStage(nn.Module):
-    """The part of a GPT that one pipeline stage holds."""
+    """The part of a GPT on one pipeline stage."""
 
     def __init__(self, context: BuildContext, layout: StageLayout) -> None:
         super().__init__()

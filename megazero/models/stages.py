@@ -49,7 +49,7 @@ def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[Stage
     """Split layers so that the most expensive stage is as cheap as possible.  Every stage has at least one layer.
 
     Args:
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         stages: number of chunks of all ranks.
         head_layers: cost of the head and its loss, in units of a layer.
 

@@ -54,7 +54,7 @@ _CONTAINERS = (Attention, SwiGLU, GELU)
 
 
 class SavingBlock:
-    """A block's forward, run within the hooks of its policy.
+    """The forward of a block, run within the saved-tensor hooks of its policy.
 
     Attributes:
         function: the forward itself; `compile_blocks` compiles it for a script's own block.
@@ -80,7 +80,7 @@ def save_by_policy(
     """Apply each layer's policy to its block.  A block with its own forward is recomputed as a whole, or not at all.
 
     Args:
-        blocks: of a chunk, in order, each with its policy.
+        blocks: the blocks of a chunk, in order, each with its policy.
         tp: the axis over which `partition` splits saved tensors; of size 1 if sequence parallelism has split them
             already.
         offload: takes saved tensors to its arena; None if no policy of this rank requests it.

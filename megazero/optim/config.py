@@ -22,7 +22,7 @@ from megazero.settings import (
 
 
 def _pairs(table: object) -> tuple[tuple[str, object], ...]:
-    """The keys and values of a table, as a hashable tuple."""
+    """Return the keys and values of a table as a hashable tuple."""
     if not isinstance(table, dict | tuple):
         raise PydanticCustomError("table", "be a table")
     return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in dict(table).items())
@@ -45,7 +45,7 @@ Options = Annotated[
 
 
 class OptimizerConfig(Section):
-    """The optimizer."""
+    """The section [optimizer] of a run."""
 
     #: adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md.
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """Learning rate over as many updates as `training.steps`; a step without an update does not move it on."""
+    """The learning-rate schedule over `training.steps` updates.  A step without an update does not advance it."""
 
     #: Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end.
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"

@@ -24,7 +24,7 @@ _RMS_OF_ADAMW = 0.2
 
 
 def orthogonalize(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same shape, with singular values near
+    """Run the Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same shape, with singular values near
     `scale`.
 
     They lie between about 0.7 and 1.2 times `scale`.  It takes 20 m^2 n + 10 m^3 FLOPs; m is the smaller side, n the

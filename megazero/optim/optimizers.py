@@ -114,7 +114,7 @@ class MatrixOptimizer:
 
     @property
     def cls(self) -> Callable[[Tensor], Tensor]:
-        """The function that takes the options."""
+        """The function that takes the options as keywords."""
         return self.update
 
     def settings(self, section: OptimizerConfig) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def make_optimizer(
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of an optimizer's element-wise state, and of its scalar state.
 
-    The optimizer itself is not stepped: for each group, another one with the same options is, on two elements.
+    The optimizer itself is not stepped.  Instead, a twin with the same options steps two elements for each group.
 
     Raises:
         ValueError: some state is neither, or the class cannot be constructed from the options of its groups.

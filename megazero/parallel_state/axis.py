@@ -28,7 +28,7 @@ class CollectiveCall(NamedTuple):
     """The collective that this rank last started or stopped waiting for.
 
     Args:
-        is_inside: the host is waiting for it; an operation that runs beside the computation does not count.
+        is_inside: the host is waiting for the operation; False while the operation overlaps the computation.
     """
 
     operation: str
@@ -39,8 +39,8 @@ class CollectiveCall(NamedTuple):
 
 
 class Traffic:
-    """Counts the bytes that this rank sent, by (axis, operation), as ring volume, and the time that it waited for
-    peers.
+    """Counts the bytes that this rank has sent, by (axis, operation) and as ring volume, and the time that it has waited
+    for peers.
 
     Only one thread at a time may make the counted calls; any thread may read.
 
@@ -83,7 +83,7 @@ class Traffic:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context in which nothing is counted."""
+        """Return a context in which nothing is counted."""
         counts = [Counter(counter) for counter in (self.sent_bytes, self.link_bytes, self.calls)]
         waited = self.waited_seconds
         try:
@@ -107,12 +107,14 @@ class Traffic:
 
 
 def _go_on() -> None:
-    """Do nothing: no other pass has a turn.  (Defined in the module, so that modules that hold an axis can be pickled.)"""
+    """Do nothing, since there is no other pass to run.  (Defined in the module, so that modules that hold an axis can be
+    pickled.)
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One rank's view of a group: the argument of every parallel layer and every collective."""
+    """One rank's view of a group of ranks.  Every parallel layer and every collective takes one."""
 
     name: str  # "tp", "dp", ...; the key of its traffic
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
@@ -132,13 +134,13 @@ class Axis:
 
     @property
     def shares_hosts(self) -> bool:
-        """Whether a host has several of these ranks, if all hosts have equally many ranks.  False without a group."""
+        """Whether hosts have several of these ranks, provided that all hosts have equally many.  False without a group."""
         block = self.group.local_world_size if self.group is not None else 1
         return len({rank // block for rank in self.ranks}) < len(self.ranks)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group of these ranks.  Raises: RuntimeError, there is none, or it was closed."""
+        """torch's process group of these ranks.  Raises: RuntimeError: there is no group, or it was closed."""
         if self.group is None or self.group.process_group is None:
             raise RuntimeError(f"this rank has left the process group of {self.name}, or never joined one")
         return self.group.process_group

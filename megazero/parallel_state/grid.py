@@ -17,7 +17,7 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Position of one rank on each axis."""
+    """The position of a rank on each axis."""
 
     tp: int
     cp: int
@@ -133,9 +133,7 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Position of a rank in a group: rank `local` of host `host`, among `count` hosts with `size` ranks of the group
-    each.
-    """
+    """The position of a rank in a group that spans `count` hosts with `size` ranks each: rank `local` of host `host`."""
 
     count: int
     size: int

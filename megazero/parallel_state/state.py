@@ -89,7 +89,7 @@ class Messages(Protocol):
 
 @dataclass(eq=False)
 class Group:
-    """Communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
+    """The communicators of one set of ranks.  Axes with equal ranks share them; `ParallelState.leave` closes them."""
 
     process_group: dist.ProcessGroup | None  # None if only host memory is sent, or after `close`
     device: torch.device  # where the ranks compute
@@ -116,7 +116,7 @@ class Groups(dict[tuple[tuple[int, ...], str], Group]):
     """This rank's groups by their ranks and purpose, each created when it is first needed.
 
     Attributes:
-        is_reusable: whether further states may use them: they are open, and no operation was left running.
+        is_reusable: whether further states may use the groups: they are open, and no operation was left running.
         savers: number of states that have communicators for saving.
     """
 
@@ -132,7 +132,7 @@ class Groups(dict[tuple[tuple[int, ...], str], Group]):
 
 
 class SavingAxes(NamedTuple):
-    """The ranks of a stage, and all ranks, for messages of host memory that only checkpoints send."""
+    """The axes of a stage and of all ranks for saving: only checkpoints use them, for messages of host memory."""
 
     model: Axis
     world: Axis
@@ -140,12 +140,12 @@ class SavingAxes(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """How this rank reaches the others.
+    """How this rank communicates with the others.
 
     Args:
         device: where this rank computes; None: the CPU.
         timeout_seconds: how long a collective may wait for a peer.
-        local_world_size: ranks on this host, with this one.
+        local_world_size: number of ranks on this host, including this one.
         shares_memory: CPU ranks of one host reduce and gather through shared memory; False: always use process groups.
         max_ctas: most thread blocks that NCCL may use over tp, cp, dp, pp and ep; no limit for axes without a number.
     """
@@ -163,7 +163,7 @@ class ParallelState:
     Args:
         grid: the rank grid; its world size must equal the number of running ranks.
         rank: this rank.
-        links: how it reaches the others.
+        links: how it communicates with the others.
         groups: groups of another state that was created with the same arguments.
 
     Attributes:
@@ -246,7 +246,7 @@ class ParallelState:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def _new_traffic(self) -> Traffic:
-        """Return what counts the bytes that this rank sends."""
+        """Return the counter of the bytes that this rank sends."""
         return Traffic()
 
     def _world(self) -> Axis:
@@ -260,8 +260,8 @@ class ParallelState:
         return replace(self._host_axis("world", ranks), parts=parts)
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
-        """Return the ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none
-        of them.
+        """Return the axis of the ranks of these pipeline stages that have this rank's other coordinates; an axis of this
+        rank alone if its stage is none of them.
 
         Every rank of the pipeline must call this, in the same order: ranks outside take part in creating the group.
         """
@@ -288,7 +288,7 @@ class ParallelState:
         return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
 
     def with_own_group(self, axis: Axis, purpose: str) -> Axis:
-        """Return the axis with a communicator of its own, whose operations do not queue behind those of the axis.
+        """Return the same axis with its own communicator, whose operations do not queue behind those of the axis.
 
         Every rank must call this, in the same order.
         """
@@ -404,7 +404,7 @@ def parallel_state_of(
     shard_group_size: int = 0,
     cp_ulysses: int = 0,
 ) -> ParallelState:
-    """Return the state of this rank, which a launcher such as torchrun started, or which runs alone.
+    """Return the parallel state of this rank, whether a launcher such as torchrun has started it or it runs alone.
 
     The same arguments give the same process groups, while torch's default group is the same.  Every rank must make
     these calls in the same order, for all engines together.

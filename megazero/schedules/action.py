@@ -61,7 +61,7 @@ class MessageAction:
     Args:
         kind: SEND, OPEN or RECV.
         carries: the forward or backward whose result is sent, in the sender's numbering of chunks.
-        lands: the action that uses it, in the receiver's numbering.
+        lands: the action that uses the result, in the receiver's numbering.
         peer: the other pipeline rank.
     """
 
@@ -124,7 +124,7 @@ class Schedule:
 
     @cached_property
     def waiting_losses(self) -> int:
-        """The most micro-batches at any time whose loss is computed and whose backward is not."""
+        """The largest number of micro-batches that at some time have a loss but no backward yet."""
         rank, chunk = self.placement[-1]
         change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
         return max(accumulate(change.get(action.kind, 0) for action in self.ranks[rank] if action.chunk == chunk))
@@ -156,7 +156,7 @@ class Schedule:
         return [self.last_part(*source) for source in sources if source is not None and source not in own]
 
     def last_part(self, rank: int, action: Action) -> tuple[int, Action]:
-        """Return the (rank, action) after which the result of `action` exists: that of a pair exists when the whole
+        """Return the (rank, action) after which the result of `action` exists.  Results of a pair exist when the whole
         pair has ended.
         """
         return rank, self.together(rank, action)[-1]
@@ -195,7 +195,9 @@ def loop(pp: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(pp: int) -> Placement:
-    """Return the placement down the ranks and back up: the first and last stage share a rank (Qi et al. 2024b)."""
+    """Return the placement that goes down the ranks and back up, so that the first and last stage share a rank (Qi et
+    al. 2024b).
+    """
     return (*((rank, 0) for rank in range(pp)), *((rank, 1) for rank in reversed(range(pp))))
 
 
@@ -206,7 +208,7 @@ _PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": loop, "v": la
 
 
 def read_schedule(path: Path, placement: str = "loop") -> Schedule:
-    """Read a schedule from a file.  Its name is the file's, without the suffix.
+    """Read a schedule from a file.  Its name is that of the file, without the suffix.
 
     Args:
         path: the file.
@@ -244,7 +246,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
 
 
 def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
-    """Return the actions of a line, grouped by cell, each with its position in words."""
+    """Return the actions of a line, grouped by cell.  Each comes with its position as a text."""
     row = []
     for number, text in enumerate(map(str.strip, texts), 1):
         at = f"{line}, cell {number}"

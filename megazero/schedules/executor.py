@@ -27,7 +27,7 @@ Message: TypeAlias = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """A rank's part of the model, as the executor uses it."""
+    """The interface of a rank's part of the model to the executor."""
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         """Run a chunk's forward.  x is None on the first virtual stage.  Returns the input of the next stage, None on
@@ -51,18 +51,18 @@ class Stage(Protocol):
         """Run the actions of a pair together.
 
         Args:
-            x, grad: input of the first action, and of the second.
+            x, grad: inputs of the first and the second action.
 
         Returns: the results of the first and the second action.
         """
 
     def expect(self, following: Action) -> None:
-        """Learn which action follows the forward or backward that is about to run."""
+        """Announce the action that follows the forward or backward that is about to run."""
 
 
 @dataclass
 class _InFlight:
-    """The messages of one step."""
+    """The messages of one step that are under way or not used yet."""
 
     # Results to be sent, by the action that computed them; results for this rank, by the action that uses them.
     results: dict[Action, Message] = field(default_factory=dict)
@@ -172,7 +172,8 @@ def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None])
 
 
 def connect(placement: Placement, down: Axis, up: Axis) -> None:
-    """Send a number between every two ranks that will exchange messages.  All ranks of the pipeline must call this.
+    """Connect every two ranks that will exchange messages, by sending a number between them.  All ranks of the pipeline
+    must call this.
 
     NCCL connects two ranks at their first message, and their hosts wait for each other.  In a step, that could
     deadlock: one of them may have to post something else first.

@@ -42,11 +42,11 @@ class ScheduleKind(ABC):
         """
 
     def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """Return only the forwards, for evaluation.  Raises: ValueError, as `build`."""
+        """Return only the forwards, for evaluation.  Raises: ValueError: as in `build`."""
         return forward_only(self.build(pp, microbatches, chunks))
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """Return where each virtual stage runs, by which the model is cut."""
+        """Return the rank and chunk of each virtual stage.  The model is cut accordingly."""
         return loop(pp, chunks)
 
     def microbatch_multiple(self, pp: int) -> int:
@@ -54,9 +54,7 @@ class ScheduleKind(ABC):
         return 1
 
     def wrong_chunks(self, virtual_stages: int) -> tuple[str, str] | None:
-        """Return what is wrong with a number of virtual stages and what to write instead; None if nothing.  1 counts as
-        unset.
-        """
+        """Return (problem, advice) if the schedule cannot have so many virtual stages, else None.  1 counts as unset."""
         if self.chunks is None:
             return (f"{self.name} needs at least 2 chunks per rank", "write 2") if virtual_stages < 2 else None
         if virtual_stages in (1, self.chunks):
@@ -93,7 +91,9 @@ class GivenSchedule(ScheduleKind):
         return own
 
     def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """Return its forwards, repeated for any number of micro-batches.  Raises: ValueError, pp is not its own."""
+        """Return the forwards of the schedule, repeated for any number of micro-batches.  Raises: ValueError, pp is not
+        its own.
+        """
         return forward_only(self.build(pp, self.schedule.microbatches, chunks), microbatches)
 
 

@@ -5,7 +5,7 @@ from megazero.schedules.kind import ScheduleKind, alternate
 
 
 class OneFOneB(ScheduleKind):
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """1F1B: warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
 
     Rank s holds the activations of at most min(pp - s, microbatches) micro-batches.
     """

@@ -46,7 +46,7 @@ _BEFORE = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKin
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run.  `rank` and `action` are the first wrong ones, if the error concerns any."""
+    """The schedule cannot run.  `rank` and `action` name the first action that cannot run, if there is one."""
 
     def __init__(self, message: str, rank: int | None = None, action: Action | None = None) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule runs: (rank, action) -> (start, end)."""
+    """The times of all actions of a schedule: (rank, action) -> (start, end)."""
 
     schedule: Schedule
     spans: dict[RankAction, tuple[float, float]]
@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from 0 to the last end."""
+        """Time from 0 to the end of the last action."""
         return max(end for _, end in self.spans.values())
 
     def idle(self, rank: int) -> float:
@@ -149,7 +149,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Compute the start and end time of every action of a schedule.
 
     Raises:
-        ScheduleError: an action is missing, runs twice, or waits for one that never runs.
+        ScheduleError: an action is missing, runs twice, or waits for an action that never runs.
     """
     _check_complete(schedule)
     costs = costs or Costs()
@@ -228,13 +228,14 @@ def received_when_opened(steps: Steps) -> Steps:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one pipeline rank runs in a step, for the executor.
+    """The plan by which the executor runs a step on one pipeline rank.
 
     Args:
-        steps: its actions and messages, in order.
+        steps: actions and messages of the rank, in order.
         pairs: the actions that run together, by each of them.
         following: the forward or backward after each forward or backward.
-        held_for: under which action a result waits: the action that uses it on this rank, or its own until it is sent.
+        held_for: the action under which a result is stored: the one that uses it on this rank, or the one that computed
+            it until it is sent.
         confirmed: see `what_messages_confirm`.
     """
 
@@ -247,7 +248,7 @@ class RankPlan:
 
 
 def plan_of_rank(schedule: Schedule, rank: int, device_type: str) -> RankPlan:
-    """Prove a schedule and return what a rank runs.  Raises: ScheduleError, as `program`."""
+    """Prove a schedule and return the plan of one rank.  Raises: ScheduleError, as `program`."""
     placed, actions = program(schedule), schedule.ranks[rank]
     targets = {action: target for action in actions if (target := schedule.target(rank, action)) is not None}
     return RankPlan(
@@ -311,11 +312,11 @@ class _Rank:
 
 
 def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, host_waits: bool = False) -> Timeline:
-    """Compute when every action of a program runs; see [Note: two machines].
+    """Compute the start and end time of every action of a program; see [Note: two machines].
 
     Args:
         placed: for NCCL, from `program`; for gloo, with every rank's steps from `received_when_opened`.
-        host_waits: before every step, a rank waits until all that it has posted has passed.
+        host_waits: before every step, a rank waits until all messages that it has posted have passed.
 
     Raises:
         ScheduleError: as `prove`.
@@ -367,7 +368,7 @@ def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits
 
 
 def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: float) -> bool:
-    """Pass messages that are first on both of their ranks, one of which is `index`.  Returns whether any passed."""
+    """Pass the messages of rank `index` that are next on both of their ranks.  Returns whether any passed."""
     moved = False
     for down in (False, True):
         while posted := ranks[index].posted[down]:
@@ -407,7 +408,7 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
 
 
 def check_runnable(schedule: Schedule) -> None:
-    """Check that `program` accepts a schedule.  Raises: ScheduleError, with a drawing of the place."""
+    """Check that `program` accepts a schedule.  Raises: ScheduleError, with a drawing of the actions around the error."""
     try:
         program(schedule)
     except ScheduleError as error:

@@ -7,7 +7,7 @@ from megazero.schedules.kind import ScheduleKind, Words
 class ZeroBubbleH1(ScheduleKind):
     """1F1B with separate weight gradients: rank s defers s of them to fill its idle time (section 2.1).
 
-    Rank s holds pp - s micro-batches as in 1F1B, and s that lack their weight gradient: at most pp.
+    Rank s holds at most pp micro-batches: pp - s as in 1F1B, and s that wait for their weight gradient.
     """
 
     name = "zb-h1"

@@ -32,9 +32,9 @@ def open_sources(
     """Open sources with the tokenizer, sample length and vocabulary of a resolved run.
 
     Args:
-        sources: (source, weight) pairs; None for those that the run trains on.
-        validation_fraction: None for that of the run.
-        say: takes a line before much is read.
+        sources: (source, weight) pairs; None for the sources that the run trains on.
+        validation_fraction: None for the fraction that the run configures.
+        say: prints a line before a long read.
 
     Raises: as `open_corpus`.
     """
@@ -85,11 +85,11 @@ def open_validation_source(config: RunConfig, path: str, trained_on: Collection[
 
 
 def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) -> Corpus:
-    """Open the data of a run and check that all ranks read the same.  Called on every rank, before the first step.
+    """Open the data of a run and check that all ranks read the same data.  Called on every rank, before the first step.
 
     Args:
         world: all ranks of the run.
-        say: takes a line before much is read.
+        say: prints a line before a long read.
 
     Raises:
         DataError: on every rank: some rank cannot open its data, or ranks have different data.
@@ -105,7 +105,9 @@ def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) 
 
 
 def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
-    """Describe the parts of the data in which ranks differ; `ranks` has the host and the parts of each rank."""
+    """Describe the parts of the data in which ranks differ.  `ranks`: the host of each rank, and the hashes of its data
+    by part.
+    """
     lines = ["the ranks do not read the same data:"]
     for name in dict.fromkeys(name for _, parts in ranks for name in parts):
         holders: dict[str, list[int]] = {}
@@ -120,12 +122,12 @@ def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
 
 
 def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus:
-    """Remove from the validation data what an earlier phase has trained on.
+    """Remove from the validation data the windows that an earlier phase has trained on.
 
     Args:
         ends: the token up to which the run has trained on a source, by content.
 
-    Raises: DataError: nothing is left of what is to be evaluated.
+    Raises: DataError: no validation data is left.
     """
 
     def left(key: str, stream: ValidationStream) -> ValidationStream:
@@ -146,11 +148,13 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus
 
 
 def fingerprint_of(config: RunConfig, seq_len: int) -> str:
-    """Fingerprint of a run's training data, cut into samples of `seq_len` tokens.  Raises: as `open_corpus_of`."""
+    """Return the fingerprint of a run's training data, cut into samples of `seq_len` tokens.  Raises: as
+    `open_corpus_of`.
+    """
     model = config.model.model_copy(update={"seq_len": seq_len})
     return open_sources(config.model_copy(update={"model": model})).fingerprint
 
 
 def read_batches(stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare) -> list[MicroBatch]:
-    """`read_on_host`, copied to the device of `share`."""
+    """Read micro-batches as `read_on_host` does, and copy them to the device of `share`."""
     return placed(read_on_host(stream, first, count, micro_batch_size, share), share, stream.seq_len)

@@ -47,7 +47,7 @@ class DeviceNeeds(NamedTuple):
 
 
 def _source_problems(config: RunConfig) -> Iterator[Problem]:
-    """Every source on this machine can be read with this tokenizer, sample length and vocabulary."""
+    """Check that every source on this machine fits the tokenizer, the sample length and the vocabulary."""
     if config.data.tokenizer in not_here(config) or any(tokenizer_problems(config)):
         return
     trained, contents = [source.path for source in config.data.sources], set[str]()
@@ -150,7 +150,9 @@ def _pipeline(schedule: Schedule) -> str:
 
 
 def layer_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find what layers do not support: attention over sequence shards or documents, or the configured recomputation."""
+    """Find features that layers do not support: attention over sequence shards or documents, or the configured
+    recomputation.
+    """
     by_parts, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
     fp8 = config.precision.fp8_of_layers(config.model.num_layers)
     if not by_parts and own == ActivationsConfig() and not fp8:
@@ -171,7 +173,9 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) -> Iterator[Problem]:
-    """Layers have the regions to be recomputed; a layer with a forward of its own is recomputed only as a whole."""
+    """Check that the layers have the regions to recompute.  A layer with its own forward can only be recomputed as a
+    whole.
+    """
     own, layers = config.activations, range(config.model.num_layers)
     ranks = {item: rank for rank in range(config.parallel.pp) for item in layer_policies(own, layers, rank).items()}
     for (layer, policy), rank in ranks.items():  # those of most pipeline ranks are alike
@@ -184,7 +188,7 @@ def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) ->
 
 
 def _rate(config: RunConfig) -> Iterator[str]:
-    """Learning rates at some steps, and a warning if skipped steps leave the schedule unfinished."""
+    """Return the learning rates at some steps, and a warning if skipped steps leave the schedule unfinished."""
     shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
     trained = [*chain(*trained_steps(1, steps, config.training.skip_steps))]  # those that have an update
     updates = len(trained)

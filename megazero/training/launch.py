@@ -54,7 +54,7 @@ _CAUSE_FIRST_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Failed:
-    """A run that ended with an error, which has been printed."""
+    """The result of a run that ended with an error.  The error has been printed."""
 
     status: int = EXIT_FAILED  # of the process
     has_cause: bool = True  # to be mended; otherwise only peers were lost, and the same command may succeed
@@ -80,7 +80,7 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
 
 
 def _starts_again_in_one_store(run: ResolvedRun) -> bool:
-    """Whether a torchrun of several nodes may restart ranks with the store of the dead ones."""
+    """Whether torchrun on several nodes may restart the ranks with the store that the dead ranks used."""
     given = os.environ.get
     shares = given("TORCHELASTIC_USE_AGENT_STORE") == "True" and given("GROUP_WORLD_SIZE") != "1"
     return shares and (run.config.elastic.enabled or given("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
@@ -89,10 +89,11 @@ def _starts_again_in_one_store(run: ResolvedRun) -> bool:
 def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | Failed:
     """Do the work on every rank: join the ranks that torchrun started, else start `launch.nproc_per_node` ranks here.
 
-    `stop` is the request to stop that `work` checks; None where signals end the work.  A spare rank of an elastic run does
-    not return: it exits with the status of rank 0.
+    `stop` is the stop request that `work` checks; None if signals end the work at once.  A spare rank of an elastic run
+    does not return: it exits with the status of rank 0.
 
-    Returns: the result of this rank, or of rank 0 if the ranks were started here; `Failed` if one failed and printed why.
+    Returns: the result of this rank, or of rank 0 if the ranks were started here; `Failed` if one failed and printed
+    why.
     """
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # a launcher has started this process
     return run_rank(run, work) if is_rank or run.world_size == 1 else _launch(run, work, stop)
@@ -134,14 +135,18 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
 
 
 def _is_explained(error: Exception) -> bool:
-    """Whether the text of an error says everything, as that of our own does, unless a script's callback is the cause."""
+    """Whether the message of an error is enough for the user, as for this package's errors, unless a script's callback
+    caused it.
+    """
     is_own = type(error).__module__.startswith("megazero.") and not isinstance(error, CallbackError)
     return is_own or isinstance(error, OSError)
 
 
 def _problem_and_place(run: ResolvedRun) -> tuple[str | None, dict[str, str]]:
-    """What this rank lacks, which others may have: an extension (a spawned rank is a new interpreter), a device; and where
-    it trains."""
+    """Return the problem of this rank, a missing extension or device (None if it has none), and where it trains.
+
+    A spawned rank is a new interpreter, so it may lack an extension that others have.
+    """
     if problems := import_extensions(run.config.launch.extensions):
         return str(ConfigError(problems)), {}
     try:
@@ -151,7 +156,7 @@ def _problem_and_place(run: ResolvedRun) -> tuple[str | None, dict[str, str]]:
 
 
 def refuse(problems: Sequence[str]) -> Failed:
-    """Print what keeps ranks from starting, once on every host."""
+    """Print the problems that keep ranks from starting, once on every host."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for problem in problems:
             warn(problem)

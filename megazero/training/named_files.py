@@ -19,7 +19,7 @@ from megazero.settings import Problem
 
 
 def start_problems(config: RunConfig) -> Iterator[Problem]:
-    """What keeps a run from starting on this machine; one of the ranks that a launcher has started here asks."""
+    """Return the problems that keep a run from starting on this machine.  One of the ranks started here calls this."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     yield from directory_problems(config)
@@ -32,7 +32,9 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def source_problems(config: RunConfig, check: Callable[[str], object], *, may_lack: bool = True) -> Iterator[Problem]:
-    """The sources of a run for which a check raises an error.  `may_lack`: those that are elsewhere are not checked."""
+    """Return the errors that a check raises for the sources of a run.  `may_lack`: skip sources that are not on this
+    machine.
+    """
     missing = not_here(config) if may_lack else []
     for path in [path for path in sources_of(config) if path not in missing]:
         try:
@@ -44,13 +46,16 @@ def source_problems(config: RunConfig, check: Callable[[str], object], *, may_la
 
 
 def sources_of(config: RunConfig) -> dict[str, None]:
-    """The paths of a run's sources as keys, those that it trains on first."""
+    """Return the paths of a run's sources as keys, the training sources first."""
     data = config.data
     return dict.fromkeys([source.path for source in data.sources] + [source.path for source in data.validation_sources])
 
 
 def tokenizer_problems(config: RunConfig, *, may_lack: bool = True) -> Iterator[Problem]:
-    """The tokenizer can be loaded, and the embedding has a row for each of its ids.  `may_lack`: or it is elsewhere."""
+    """Check that the tokenizer can be loaded and that the embedding has a row for each of its ids.
+
+    `may_lack`: accept a tokenizer that is not on this machine.
+    """
     name, rows = config.data.tokenizer, config.model.vocab_size
     if may_lack and name in not_here(config):
         return
@@ -64,7 +69,7 @@ def tokenizer_problems(config: RunConfig, *, may_lack: bool = True) -> Iterator[
 
 
 def directory_problems(config: RunConfig) -> Iterator[Problem]:
-    """The directories of the run can be made: no file has their path."""
+    """Check that the directories of the run can be created: no file has the same path."""
     named = {"training.run_dir": config.training.run_dir, "checkpoint.directory": config.checkpoint.directory}
     for key, name in named.items():
         if name is None or "://" in name:
@@ -76,7 +81,7 @@ def directory_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _owner_problems(config: RunConfig) -> Iterator[Problem]:
-    """No run of this host owns run_dir.  One elsewhere may have ended: rank 0 waits to see whether it has."""
+    """Check that no run of this host owns run_dir.  A run of another host may have ended; rank 0 waits to find out."""
     run_dir = config.training.run_dir
     if (Path(run_dir) / "owner").is_dir():
         from megazero.checkpoint.folder import folder_at

@@ -54,9 +54,10 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
     """Describe where a run would resume and what it would do differently; empty if it would start at step 0.
 
     Args:
-        fingerprint_at: of its data, cut into samples of a `seq_len`; None where that is not known, and not compared.
+        fingerprint_at: returns the fingerprint of its data, cut into samples of a `seq_len`; None: unknown, so it is not
+            compared.
 
-    Raises: CheckpointError, as the run would.
+    Raises: CheckpointError: the run would raise it, too.
     """
     requested = config.checkpoint.resume
     try:
@@ -83,7 +84,7 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
 
 
 def resume_setting_of(folder: Folder) -> str | None:
-    """`checkpoint.resume` of the run that wrote a checkpoint, without passwords; None where that is unknown."""
+    """Return `checkpoint.resume` of the run that wrote a checkpoint, without passwords; None if unknown."""
     with suppress(index.DamagedError):
         resume = index.read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
         return None if resume is None else hide_passwords(str(resume))
@@ -100,7 +101,7 @@ def tell_changes(trainer: index.TrainerState, config: RunConfig, position: Posit
     """Describe what a resumed run does differently from the run that wrote the checkpoint.
 
     Args:
-        position: where the run goes on, with its phases.
+        position: where the run continues, with its phases.
     """
     found, lines, phase = phases.changes(trainer, config), [], position.phase
     number = f"phase {len(position.phases) + 1} of the run"

@@ -29,7 +29,7 @@ _KILLED_WITHIN_SECONDS = 10.0  # unless the kernel cannot let go of it, such as 
 
 
 class StopRequest:
-    """Whether this run was asked to stop.  Picklable until `listen`, so it can be sent to the ranks that are started."""
+    """A request to stop this run.  Picklable until `listen`, so that it can be passed to the ranks that are started."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mark: Path | None = None  # a file; its existence is the request for all ranks of the launcher
@@ -50,7 +50,7 @@ class StopRequest:
         self._listens = True
 
     def close(self) -> None:
-        """Ignore signals from now on: the run is saved, and torchrun sends SIGTERM as soon as the first rank ends."""
+        """Ignore signals from now on, since the run is saved, and torchrun sends SIGTERM as soon as the first rank ends."""
         if self._listens:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter shuts down

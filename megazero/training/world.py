@@ -53,20 +53,20 @@ _FAREWELL_SECONDS = 10.0  # rank 0 waits so long for spare ranks: the store may 
 
 
 class DeviceError(RuntimeError):
-    """The machine lacks the devices that a configuration asks for."""
+    """The machine lacks the devices that the configuration requires."""
 
 
 class MissingRanksError(RuntimeError):
-    """Not all ranks have started in time; the message says which."""
+    """Some ranks have not started in time; the message lists them."""
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where so many ranks of this machine compute, "cpu" or "cuda".
+    """Return the device type on which `local_ranks` ranks of this machine compute, "cpu" or "cuda".
 
-    On a machine that has lost a device a launcher's job is not to go on at the pace of a CPU; ranks that the command itself
-    has started may, and `train_rank` says so.
+    If a machine has lost a device, the job of a launcher must fail instead of training at the speed of a CPU.  Ranks that
+    the command itself has started may use the CPU; `train_rank` then prints a line.
 
-    Raises: DeviceError: some of them have no device.
+    Raises: DeviceError: some of these ranks have no device.
     """
     choice, devices = config.launch.device, cuda_devices()
     if choice == "cpu" or (choice == "auto" and not devices):
@@ -83,10 +83,11 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
 
 
 def device_index(environment: Mapping[str, str], devices: int, local_ranks: int) -> int | None:
-    """Which of the CUDA devices that it sees this rank computes on; None where the machine has none for each rank.
+    """Return the index of the CUDA device, among those that this rank sees, on which it computes; None if the machine
+    has too few.
 
-    A launcher may show each rank its own device alone, as `srun --gpus-per-task=1` does.  torchrun does so only where it
-    calls all of them local rank 0 (`--virtual-local-rank`).
+    A launcher may show each rank only its own device, as `srun --gpus-per-task=1` does.  torchrun does so only with
+    `--virtual-local-rank`, which gives every rank the local rank 0.
     """
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if devices and SHARE_DEVICE in environment:
@@ -99,22 +100,23 @@ def device_index(environment: Mapping[str, str], devices: int, local_ranks: int)
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices torch finds on this machine."""
+    """Return the number of CUDA devices that torch finds on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _is_local_world_unknown() -> bool:
-    """Whether a launcher has started this rank that does not say how many it has started on this machine."""
+    """Whether a launcher has started this rank without saying how many ranks it has started on this machine."""
     return "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
 
 
 def local_world_size(world: int) -> int:
-    """How many of the ranks run on this machine; all of them where the launcher does not say."""
+    """Return how many of the ranks run on this machine; all of them if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Let torch's CUDA allocator grow its segments, unless the user has chosen any settings; before a device is touched.
+    """Let torch's CUDA allocator grow its segments, unless the user has configured the allocator.  Call this before a
+    device is used.
 
     Buckets, activations and compiled kernels ask for blocks of many sizes; segments of fixed size would keep gaps.
     """
@@ -123,7 +125,7 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def this_rank() -> int:
-    """The rank that the launcher gave this process; 0 without a launcher."""
+    """Return the rank that the launcher gave this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -133,12 +135,12 @@ def this_place() -> str:
 
 
 def started_ranks() -> int:
-    """How many ranks the launcher started; 1 without a launcher."""
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def open_store(timeout: timedelta) -> Store | None:
-    """The store through which the ranks find one another; None for a single process."""
+    """Return the store through which the ranks find one another; None for a single process."""
     world, folder = started_ranks(), os.environ.get(LAUNCH_FOLDER)
     if world == 1:
         return None
@@ -148,14 +150,17 @@ def open_store(timeout: timedelta) -> Store | None:
 
 
 def choices_of(config: RunConfig) -> dict[str, str]:
-    """Return by key what every rank must have alike: ranks that differ would wait for one another, sooner or later."""
+    """Return, by key, the settings that must be equal on every rank: ranks that differ would wait for one another."""
     values = values_by_key(config.model_dump(mode="json"))
     alike = {key for key in values if not key.startswith(_OF_SOME_RANKS)} - _OF_A_HOST | _OF_ALL_RANKS
     return {key: str(values[key]) for key in sorted(alike)}
 
 
 def place_of(run: ResolvedRun) -> dict[str, str]:
-    """Of where a rank trains, by name, what every rank must have alike; empty for a spare rank.  Raises: DeviceError."""
+    """Return, by name, the properties of this rank's machine and device that must be equal on all ranks that train.
+
+    Empty for a spare rank.  Raises: DeviceError.
+    """
     if this_rank() >= run.world_size:
         return {}
     found = {"the device": device_type(run.config, local_world_size(run.world_size))}
@@ -166,19 +171,20 @@ def place_of(run: ResolvedRun) -> dict[str, str]:
 
 
 def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices: Mapping[str, str]) -> list[str]:
-    """What keeps ranks from starting, as all of them report it; called once by every started rank, spare ones too.
+    """Exchange and return the problems that keep ranks from starting.  Every started rank calls this once, spare ones
+    too.
 
-    Nobody waits for a rank that ends before the process group exists: here the others learn why it ends.
+    Otherwise a rank that ended before the process group existed would leave the others waiting without an explanation.
 
     Args:
         timeout: how long to wait for the other ranks.
-        problem: what keeps this rank from starting.
-        choices: of `choices_of` and of `place_of`, each compared among the ranks where it is not empty; ranks that differ
-            would wait for one another, each in another operation.
+        problem: the problem that keeps this rank from starting.
+        choices: the results of `choices_of` and `place_of`.  Each is compared among the ranks where it is not empty,
+            since ranks that differ would wait for one another in different operations.
 
-    Returns: each problem once, with the ranks and hosts that have it; empty where every rank can start.
+    Returns: each problem once, with the ranks and hosts that have it; empty if every rank can start.
 
-    Raises: MissingRanksError: not all ranks came in time.
+    Raises: MissingRanksError: not all ranks have started in time.
     """
     world = started_ranks()
     if problem is not None:
@@ -216,7 +222,7 @@ def _met(rank: int) -> str:
 
 
 def _missing(store: Store, world: int, within: str) -> str:
-    """Which ranks have not come.  One rank searches and tells the others, since all of them ask one store."""
+    """List the ranks that have not started.  One rank searches and reports to the others, to spare the store."""
     try:
         if store.add(_SEARCHED, 1) == 1:
             absent = set(missing_keys(store, [_met(rank) for rank in range(world)]))
@@ -231,7 +237,7 @@ def _missing(store: Store, world: int, within: str) -> str:
 
 
 def _intervals(ranks: Sequence[int]) -> list[str]:
-    """Ascending ranks in words, those next to one another together."""
+    """Format ascending ranks as a text in which consecutive ranks form an interval."""
     groups = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     intervals = [[rank for _, rank in group] for _, group in groups]
     return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]} to {own[-1]}" for own in intervals]
@@ -246,7 +252,7 @@ def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
 
 
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
-    """Join the process group that the environment describes; a world of one rank without a launcher.
+    """Join the process group that the environment describes; without a launcher, a world of one rank.
 
     `store` is that of `open_store`, if the caller has opened it already.  Raises: DeviceError.
     """
@@ -274,17 +280,17 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
 
 
 def leave_world() -> None:
-    """Undo `join_world`.  Nothing may refer to its parallel state any more."""
+    """Undo `join_world`.  No reference to its parallel state may remain."""
     gc.collect()  # a process group in a reference cycle would abort the exit
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def wait_as_spare(store: Store) -> int:
-    """Wait until the ranks that train are done; the exit status that rank 0 wrote, or 1 if the store died.
+    """Wait until the ranks that train are done.  Returns the exit status that rank 0 wrote, or 1 if the store died.
 
-    SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: every process of a job receives it, and if this rank ended,
-    torchrun would kill the others while they save.
+    SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: every process of a job receives it, and if this rank
+    ended, torchrun would kill the others while they save.
     """
     die_of_signals()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -13,7 +13,7 @@ from megazero.zero.units import describe
 
 
 def family_of(model_type: object) -> str:
-    """The family that transformers calls so.  Raises: ValueError: none of ours is."""
+    """Return the family that has this `model_type` in transformers.  Raises: ValueError: this package has no such family."""
     known = {form.model_type or name: name for name in FAMILIES if (form := FAMILIES[name].hugging_face) is not None}
     if not isinstance(model_type, str) or model_type not in known:
         is_own = model_type in [*FAMILIES] and FAMILIES[str(model_type)].hugging_face is None
@@ -23,17 +23,17 @@ def family_of(model_type: object) -> str:
 
 
 def format_of(family: str) -> HuggingFaceFormat:
-    """The form of a family in transformers.  Raises: ValueError for a family that transformers does not have."""
+    """Return the format of a family in transformers.  Raises: ValueError: transformers does not have the family."""
     return FAMILIES[family].hugging_face or format_of(family_of(family))
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a resolved model's logical tensors by name, in the order of the layers."""
+    """Return the shapes of a resolved model's logical tensors by name, in the order of the layers."""
     return {name: shape for param in describe(_whole(model)) for name, shape in param.spec.logical_shapes().items()}
 
 
 def buffers(model: ModelConfig) -> set[str]:
-    """Names of the tensors that layers change, which every step holds in fp32."""
+    """Return the names of the tensors that layers themselves change, which every checkpoint holds in fp32."""
     return {param.spec.name for param in describe(_whole(model)) if param.spec.buffer}
 
 

@@ -47,11 +47,11 @@ def export_model(
     """Write the model of a checkpoint for transformers.
 
     Args:
-        path: of a step.
-        out: new or empty.
-        dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
-            fp32 masters where there are any.
-        max_shard_bytes: of tensors in one file.
+        path: the step directory.
+        out: the directory to write, new or empty.
+        dtype: "fp32", "bf16" or "fp16"; None: the dtype of the run's weights.  Weights of another dtype are made from the
+            fp32 masters, if there are any.
+        max_shard_bytes: most bytes of tensors in one file.
         averaged: the averages of the weights, where the run kept them.
 
     Raises:
@@ -100,9 +100,9 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
 
 
 def intact_model(folder: Folder) -> tuple[index.TrainerState, ModelConfig]:
-    """The trainer state and the resolved model of a checkpoint that is to be exported.
+    """Return the trainer state and the resolved model of a checkpoint to export.
 
-    Raises: CheckpointError: it is damaged, or not of one of our models.
+    Raises: CheckpointError: the checkpoint is damaged, or its model is not one of this package.
     """
     if damage := index.find_damage(folder):
         raise index.CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")

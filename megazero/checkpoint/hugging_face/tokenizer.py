@@ -18,7 +18,7 @@ _FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, *_OTHERS, "chat_template.jinj
 
 
 def tokenizer_files(folder: Folder) -> dict[str, bytes]:
-    """The files of a directory that describe its tokenizer, and how to generate text with it.
+    """Return the files of a directory that describe its tokenizer and how to generate text.
 
     Raises: CheckpointError where the latter is no JSON object.
     """
@@ -36,7 +36,7 @@ def _parsed(text: bytes) -> object:
 
 
 def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes], str]:
-    """The tokenizer's files of a checkpoint, and a line about them.
+    """Return the tokenizer's files of a checkpoint, and a line about them.
 
     An imported checkpoint has them in its own directory; for others `data.tokenizer` of the run names them.
     """
@@ -63,7 +63,7 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
 
 
 def load_tokenizer_of(folder: Folder, trainer: TrainerState) -> Tokenizer:
-    """The tokenizer that reads and writes text for a checkpoint.  Raises: CheckpointError: it has none."""
+    """Load the tokenizer of a checkpoint.  Raises: CheckpointError: it has none."""
     files, about = tokenizer_of(folder, trainer)
     if TOKENIZER in files:
         return _read(files, trainer)
@@ -73,7 +73,7 @@ def load_tokenizer_of(folder: Folder, trainer: TrainerState) -> Tokenizer:
 
 
 def _completed(files: dict[str, bytes], trainer: TrainerState) -> dict[str, bytes]:
-    """With the configuration that transformers needs beside a tokenizer.json."""
+    """Return the files with the configuration that transformers needs in addition to a tokenizer.json."""
     if TOKENIZER_CONFIG in files:
         return files
     ends = {}
@@ -83,15 +83,15 @@ def _completed(files: dict[str, bytes], trainer: TrainerState) -> dict[str, byte
 
 
 def _read(files: dict[str, bytes], trainer: TrainerState, path: Path = Path(TOKENIZER)) -> FileTokenizer:
-    """The tokenizer with which the data of the run was tokenized, or would be.  Raises: ValueError."""
+    """Load the tokenizer from these files, as the run would load it for its data.  Raises: ValueError."""
     return FileTokenizer(path, trainer.config.get("data", {}).get("eod_token"), trainer.data_fingerprint, files)
 
 
 def token_ids(folder: Folder, trainer: TrainerState, files: dict[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """Ids of the tokens that begin and end a text, where they are known, below `vocab_size`.
+    """Return the ids of the tokens that begin and end a text, as far as they are known and below `vocab_size`.
 
-    An imported checkpoint has them in its config.json; `files` are those of the tokenizer.  A run that read data of its own
-    ends a text as that data does.
+    An imported checkpoint has them in its config.json; `files` are those of the tokenizer.  A run that read data of its
+    own ends a text as that data does.
     """
     texts = (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}"))
     named = [{key: its[key] for key in TOKEN_IDS if its.get(key) is not None} for its in map(json.loads, texts)]

@@ -19,7 +19,7 @@ Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]
 
 
 class StepDecision(Enum):
-    """The decisions of a callback about a step.  All ranks must make the same decision."""
+    """The decision of a callback about a step.  All ranks must make the same decision."""
 
     SKIP = auto()  # this step changes no weight; its samples are consumed
     ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
@@ -42,7 +42,7 @@ class SampleRange:
 
 @dataclass
 class StepRecord:
-    """The record of a step over the whole global batch."""
+    """The results of a step over the whole global batch."""
 
     position: Position  # where the run stands after the step
     samples: SampleRange  # what the step read
@@ -61,7 +61,7 @@ class StepRecord:
 
     @property
     def step(self) -> int:
-        """Steps done, counting this one."""
+        """Number of steps done, including this one."""
         return self.position.step
 
     @property
@@ -121,7 +121,8 @@ class RunContext:
 
 
 class Callback:
-    """Base class of everything that happens between the steps of a run.  A hook does nothing unless a subclass overrides it.
+    """Base class of the callbacks of a run, which act between its steps.  A hook does nothing unless a subclass overrides
+    it.
 
     All ranks call the same hooks in the same order, so a hook may call collectives if it does so on every rank; a
     constructor must not.  A decision must be the same on all ranks.  If a single rank wants the run to end, it sets
@@ -154,7 +155,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The end of a run."""
+    """A summary of a run that has ended."""
 
     step: int
     loss: float | None  # of the last step, mean nats per token; None where there was none

@@ -105,7 +105,7 @@ class Checkpointing(Callback):
         return self._origin is not None
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
-        """Look on rank 0 and return on every rank what it found."""
+        """Call `look` on rank 0, and return its result on every rank."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, index.CheckpointError)
         is_own = found is not None and found.parent == self._root  # then its name will do: not every URL names its host
         sent = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
@@ -166,7 +166,9 @@ class Checkpointing(Callback):
         return position
 
     def _newest_of_this_run(self, before: int) -> Folder | None:
-        """The newest checkpoint of this run.  Steps before the one it loaded may be another run's."""
+        """Return the newest checkpoint of this run below step `before`.  Steps before the one that it loaded may belong
+        to another run.
+        """
         older = [folder for folder in self._complete_before(before) if self._loaded_step <= index.step_of(folder)]
         if older or self._origin is None:
             return older[-1] if older else None
@@ -177,7 +179,7 @@ class Checkpointing(Callback):
         return list(filter(index.is_complete, earlier))
 
     def _load(self, origin: Folder, before: float = inf) -> Position:
-        """Load a step; if it is damaged and `checkpoint.on_damage` allows it, an older one below `before`."""
+        """Load a step.  If it is damaged and `checkpoint.on_damage` allows it, load an older one below `before`."""
         try:
             with ExitStack() as until_read:
                 mark = partial(until_read.enter_context, reading(origin))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
-    """A source to evaluate on."""
+    """A source to evaluate the model on."""
 
     name: str  # "" for what is held out of the training sources
     stream: ValidationStream

@@ -145,7 +145,7 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
 
 
 def announce(context: RunContext) -> None:
-    """Print what a run is, and what is unusual about its data.  Called on every rank, before the first step."""
+    """Print a description of the run, and warnings about its data.  Called on every rank, before the first step."""
     run, engine, start, say = context.run, context.engine, context.start, context.say
     say(describe(run, engine))
     if engine.state.rank:

@@ -203,7 +203,7 @@ def make_callbacks(
 
 
 def _close(callback: Callback, say: Say, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """Close a callback; where the run ends with an error, that error is the one to raise."""
+    """Close a callback.  If the run ends with an error, that error is raised, not one from closing."""
     try:
         callback.close()
     except Exception as failure:
@@ -255,7 +255,7 @@ def _in_order(
 
 
 def _of_texts(context: RunContext, before: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks that read texts with the model.  Runs without any do not import them."""
+    """Return the callbacks that read texts with the model.  Runs without such callbacks do not import their modules."""
     found: list[Callback] = []
     if context.run.config.evaluation.tasks:
         try:

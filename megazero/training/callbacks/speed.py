@@ -175,7 +175,7 @@ class Stragglers(Callback):
             self._say(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
 
     def _read(self) -> bool:
-        """Read what the missing ranks have written; whether none is missing any more."""
+        """Read the times that missing ranks have written.  Returns whether all ranks have written theirs."""
         missing = self._missing
         if texts := self._ask(lambda store: store.multi_get(missing) if store.check(missing) else None):
             works = [RankWork(*json.loads(text)) for text in texts]
@@ -184,7 +184,7 @@ class Stragglers(Callback):
         return not self._missing
 
     def _ask(self, call: Callable[[Store], T]) -> T | None:
-        """The answer of the store; None where it has died, as the run may, or hangs, after which it is not asked again."""
+        """Return the answer of the store; None if it has died or hangs.  A store that hangs is not asked again."""
         if (store := self._store) is None:
             return None
         try:
@@ -203,10 +203,10 @@ class GarbageCollection(Callback):
         by default   any allocation may start a collection: one rank pauses inside a step, and the others wait for it
         here         build the engine -> freeze all objects -> | step step ... step | collect | step step ...
 
-    Reference counting frees what a step makes, tensors included. The collector is for cycles, and no cycle that a step makes
-    holds a tensor. Objects older than the first step are frozen: no collection visits them again.
+    Reference counting frees the objects of a step, including its tensors.  Only cycles need the collector, and no cycle
+    of a step holds a tensor.  Objects older than the first step are frozen: no collection visits them again.
 
-    If the program has frozen objects of its own, nothing more is frozen: the two could not be told apart afterwards.
+    If the program itself has frozen objects, nothing more is frozen, because both could not be told apart afterwards.
     """
 
     def __init__(self, every_steps: int = 100) -> None:
