@@ -45,7 +45,7 @@ Options = Annotated[
 
 
 class OptimizerConfig(Section):
-    """The section [optimizer] of a run."""
+    """The optimizer."""
 
     #: adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md.
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """The learning-rate schedule over `training.steps` updates.  A step without an update does not advance it."""
+    """Learning rate over as many updates as `training.steps`; a step without an update does not move it on."""
 
     #: Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end.
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
