@@ -136,11 +136,6 @@ class OpenCheckpoint:
     state: ShardedState
     at: ParallelState
 
-    @property
-    def _shares_pages(self) -> bool:
-        """Whether all ranks are on one machine and read a local file."""
-        return isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
-
     def read(self) -> None:
         """Overwrite this rank's masters and moments.  Collective; called through `ShardedModel.load`.
 
@@ -148,7 +143,9 @@ class OpenCheckpoint:
             CheckpointError: on every rank: the storage failed.  Masters and moments read before the failure are already
                 overwritten.
         """
-        copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
+        # Ranks of one machine that read a local file share its pages.
+        shares_pages = isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
+        copies = {bucket: None if shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
         counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at), self.at.world, index.CheckpointError)
         for kind in self.needed:

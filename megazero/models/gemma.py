@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.models.llama.family import ROTARY_READS, CheckedFamily, Variant
-from megazero.models.olmo3 import OLMO3_FORMAT, WINDOWS, read_ropes, read_windows, window_problems, written_windows
-from megazero.models.qwen2 import QWEN2_FORMAT
+from megazero.models.olmo import OLMO3_FORMAT, WINDOWS, read_ropes, read_windows, window_problems, written_windows
+from megazero.models.qwen import QWEN2_FORMAT
 
 _CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from megazero.models.llama.family import LlamaFamily, Variant, llama_problems
-from megazero.models.qwen2 import QWEN2_FORMAT
+from megazero.models.qwen import QWEN2_FORMAT
 
 _ROTATED = 0.5  # of a head
 _NORMS = "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"

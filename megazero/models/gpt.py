@@ -8,22 +8,18 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
         under sequence parallelism norms, residuals and dropout see [seq / tp, batch, hidden]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.vocabulary import Logits, PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazero.models.activation_config import Region
 from megazero.models.build_context import BuildContext, check_knows_parts
 from megazero.models.registry import FAMILIES
-
-if TYPE_CHECKING:
-    from megazero.models.activation_config import Region
-    from megazero.models.stages import StageLayout
+from megazero.models.stages import StageLayout
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import BIASES, LLAMA_2, LLAMA_FORMAT, ROTARY_READS, LlamaFamily, every_nth, read_rope
-from megazero.models.qwen2 import QWEN2_FORMAT
+from megazero.models.qwen import QWEN2_FORMAT
 
 _KEYS = "no_rope_layers", "no_rope_layer_interval"
 

@@ -16,16 +16,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending
 from megazero.comm.memory import host_tensor
-
-if TYPE_CHECKING:
-    from megazero.zero.sharding import BucketLayout, ShardingPolicy
+from megazero.zero.sharding import BucketLayout, ShardingPolicy
 
 Location: TypeAlias = Literal["device", "host", "file"]
 

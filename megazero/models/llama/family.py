@@ -92,7 +92,7 @@ BIASES = "attention_bias", "mlp_bias"
 
 
 class LlamaFamily(ModelFamily):
-    """Llama or a family like it.  To add such a family, make an instance of this class, as `models/qwen2.py` does.
+    """Llama or a family like it.  To add such a family, make an instance of this class, as `models/qwen.py` does.
 
     Args:
         variant: how its layers differ from Llama's.

@@ -1,11 +1,13 @@
-"""OLMo 3: OLMo 2 in which most layers attend to a window (Team OLMo et al. 2025)."""
+"""OLMo 2: Llama with RMSNorm after attention and MLP, and over all queries and all keys (OLMo et al. 2025, section 3.2).
+
+In OLMo 3 most layers attend to a window, too (Team OLMo et al. 2025).
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.llama.family import LLAMA_FORMAT, ROTARY_READS, LlamaFamily, every_nth, read_rope
-from megazero.models.olmo2 import OLMO2, OLMO2_FORMAT
+from megazero.models.llama.family import LLAMA_FORMAT, ROTARY_READS, LlamaFamily, Variant, every_nth, read_rope
 
 WINDOWS = "sliding_window", "full_attention_every"
 _FULL, _LOCAL, _WINDOW = "full_attention", "sliding_attention", 4096
@@ -69,6 +71,10 @@ def read_ropes(config: Mapping[str, Any], theta: float, local: float) -> dict[st
 def _rope_of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return (config.get("rope_parameters") or {}).get(_LOCAL) or {}
 
+
+OLMO2_FORMAT = LLAMA_FORMAT.variant("olmo2")
+_NORMS = "post_attention_layernorm", "post_feedforward_layernorm"
+OLMO2 = LlamaFamily(Variant(qk_norm="width", norm_place="after", norms=_NORMS), OLMO2_FORMAT)
 
 OLMO3_FORMAT = OLMO2_FORMAT.variant(
     "olmo3",
