@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import run_world
 from quickstart import QUICKSTART, TINY
 from test_house import ANNEXES, PACKAGE
+from worlds import LLAMA, run_of, state_on
 
 from megazero import registry
+from megazero.config import ResolvedRun
+from megazero.training.trainer import train
 
 _ARGUMENTS = [*TINY, "launch.nproc_per_node=2", "parallel.tp=1", "parallel.pp=2", "training.steps=2"]
 
@@ -55,9 +59,28 @@ def test_a_command_of_an_annex_that_is_not_there_is_no_command(trunk: Path) -> N
     assert " plan " not in _megazero(trunk, "--help")
 
 
+@pytest.fixture
+def _all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all annexes, as users have them: `warm` leaves a line out."""
+    monkeypatch.setattr(registry, "_tables", registry._tables.__wrapped__)
+
+
+@pytest.mark.usefixtures("_all_tables")
 def test_annexes_add_what_exists_at_seams_that_the_table_names() -> None:
     seams = {line[4:].split("  ")[0] for line in (registry.__doc__ or "").splitlines() if line.startswith("    ")}
     for table in registry._tables():
         assert {*table} <= seams
         for seam in table:
             assert registry.added(seam).keys() >= table[seam].keys()
+
+
+def _said(rank: int, run: ResolvedRun) -> list[str]:
+    said: list[str] = []
+    train(run, state_on(rank, run), said.append)
+    return said
+
+
+@pytest.mark.usefixtures("_all_tables")
+def test_a_start_says_what_its_fullest_rank_keeps_of_activations(tmp_path: Path) -> None:
+    run = run_of(1, model=LLAMA | {"vocab_size": 257}, training={"run_dir": str(tmp_path), "steps": 1})
+    assert any(line.startswith("activations on ") for line in run_world(1, _said, run)[0])
