@@ -237,11 +237,12 @@ def _ahead(rank: int, run: ResolvedRun) -> list[tuple[Any, ...]]:
             engine.offload.smallest_bytes = 64
         _compile(engine, "aot_eager")
         engine.compiles, calls, random = is_ahead, dict(state.traffic.calls), torch.get_rng_state()
-        engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=True)
+        evaluates = state.cp.size == 1
+        engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=evaluates)
         assert dict(state.traffic.calls) == calls
         assert torch.equal(torch.get_rng_state(), random)
         graphs = counters["stats"]["unique_graphs"]
-        found.append((_losses(engine, run, evaluates=True), graphs, counters["stats"]["unique_graphs"]))
+        found.append((_losses(engine, run, evaluates), graphs, counters["stats"]["unique_graphs"]))
     return found
 
 

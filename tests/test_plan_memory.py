@@ -90,7 +90,7 @@ def cluster(ranks: int) -> Cluster:
     return Cluster(cpu, ranks, ranks, cpu.link, cpu.link, processors=2)
 
 
-def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
+def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     """(pipeline rank, live peak, state by kind, traffic) of a rank; state and traffic of the first of its pipeline rank."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp)
@@ -99,7 +99,7 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        for _ in range(3):
+        for _ in range(2):
             counted, _ = watched_step(engine, batches, live.start)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):
         return state.at.pp, live.peak, {}, {}
@@ -121,7 +121,7 @@ def _first_use() -> None:
 def test_a_run_needs_what_its_plan_says(ranks: int, case: str) -> None:
     run = load_config(os.devnull, [*MODEL.split(), *case.split()], ranks)
     planned, traffic = memory_of(run, cluster(ranks)), traffic_of(run, cluster(ranks))
-    measured = run_world(ranks, third_step, run)
+    measured = run_world(ranks, second_step, run)
     for stage, plan in enumerate(planned):
         assert sum(plan.kinds.values()) == plan.peak
         peaks = [peak for at, peak, _, _ in measured if at == stage]

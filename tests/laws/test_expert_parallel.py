@@ -242,7 +242,7 @@ def test_random_runs_are_the_plain_models() -> None:
 
 BIASED = pairwise(
     place=["dp2 ep2", "tp2 dp2 ep4", "pp2 dp2 ep2", "cp2 dp2 ep2"],
-    stage=range(4),
+    stage=[0, 2, 3],
     schedule=["1f1b", "zbv", "dualpipev"],  # without a pipeline the first
     accumulation=[2, 4],
     recompute=["none", "selective", "full"],

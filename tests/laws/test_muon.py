@@ -148,7 +148,7 @@ def test_equal_gradients_give_bit_equal_weights_on_every_dp_stage_offload_and_sc
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "schedule": "zb-h1"}])
+@pytest.mark.parametrize("parallel", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "schedule": "zb-h1"}])
 def test_a_matrix_that_ranks_share_is_stepped_whole(name: str, parallel: dict[str, Any]) -> None:
     wanted = plain(_run(1, name))
     runs = [_run(4, name, parallel=parallel, **kind) for kind in STAGES]
@@ -160,9 +160,10 @@ def test_each_matrix_of_an_expert_is_stepped_whole_wherever_it_is() -> None:
     wanted, first = plain(_run(1, "mixtral")), run_world(1, _steps, [_run(1, "mixtral")])[0][0]
     tp = {"tp": 2, "sequence_parallel": True}
     for parallel in ({"ep": 4}, {"ep": 2, "pp": 2, "schedule": "zb-h1"}, tp | {"ep": 2}):
-        _check(
-            run_world(4, _steps, [_run(4, "mixtral", parallel=parallel, **kind) for kind in STAGES])[0], wanted, first
-        )
+        runs = [
+            _run(4, "mixtral", parallel=parallel, **kind) for kind in (STAGES if "pp" in parallel else STAGES[1::2])
+        ]
+        _check(run_world(4, _steps, runs)[0], wanted, first)
     in_groups = {"zero": {"stage": 1, "shard_group_size": 2}, "parallel": {"ep": 2}}
     _check(run_world(4, _steps, [_run(4, "mixtral", **in_groups)])[0], wanted, first)
 
