@@ -27,26 +27,19 @@ from megazero.plan.traffic import busiest_links, traffic_of
 
 MODEL = """
     model.hidden_size=256 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=512 model.vocab_size=1024
-    model.seq_len=128 training.micro_batch_size=2 training.compile=false
+    model.seq_len=128 training.micro_batch_size=2 training.compile=false precision.dtype=bf16
 """
 FILES = f"zero.offload.nvme_path={gettempdir()} training.accumulation=2"
 CASES = [
-    (1, "training.accumulation=1 precision.dtype=bf16 activations.recompute=selective"),
+    (1, "training.accumulation=1 activations.recompute=selective"),
     (
         2,
         "parallel.pp=2 parallel.schedule=zbv data.document_mask=true training.accumulation=4 zero.stage=0 "
         "precision.dtype=fp32",
     ),
-    (
-        2,
-        "zero.stage=3 training.accumulation=3 precision.dtype=bf16 activations.recompute=full model.tie_embeddings=true",
-    ),
-    (
-        4,
-        "parallel.tp=2 parallel.sequence_parallel=true zero.stage=2 zero.bucket_bytes=1048576 training.accumulation=2 "
-        "precision.dtype=bf16",
-    ),
-    (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 precision.dtype=bf16 average.kind=ema"),
+    (2, "zero.stage=3 training.accumulation=3 activations.recompute=full model.tie_embeddings=true"),
+    (4, "parallel.tp=2 parallel.sequence_parallel=true zero.stage=2 zero.bucket_bytes=1048576 training.accumulation=2"),
+    (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 average.kind=ema"),
     (2, "parallel.pp=2 parallel.schedule=zb-h1 training.accumulation=4 zero.stage=1 precision.dtype=fp32"),
     (2, "zero.stage=3 zero.bucket_bytes=1048576 training.accumulation=2 precision.dtype=fp32"),  # gradients in parts
     (
@@ -54,31 +47,28 @@ CASES = [
         "zero.stage=2 zero.reduce=step zero.offload.optimizer=cpu zero.bucket_bytes=1048576 training.accumulation=1 "
         "precision.dtype=fp32 model.ffn_hidden_size=2048 model.vocab_size=128 activations.recompute=full",
     ),
-    (2, f"zero.stage=3 zero.offload.optimizer=nvme zero.offload.parameters=nvme {FILES} precision.dtype=bf16"),
-    (
-        2,
-        "activations.contiguous=true activations.recompute=full zero.stage=2 training.accumulation=2 precision.dtype=bf16",
-    ),
-    (2, "activations.contiguous=true parallel.pp=2 training.accumulation=4 zero.stage=1 precision.dtype=bf16"),
-    (1, "activations.offload=host zero.stage=1 precision.dtype=bf16 model.num_layers=6 model.seq_len=512"),
-    (2, "activations.offload=host parallel.pp=2 parallel.schedule=zbv training.accumulation=4 precision.dtype=bf16"),
-    (2, "activations.offload=host activations.offload_layers=2 precision.dtype=bf16 model.num_layers=8 zero.stage=1"),
+    (2, f"zero.stage=3 zero.offload.optimizer=nvme zero.offload.parameters=nvme {FILES}"),
+    (2, "activations.contiguous=true activations.recompute=full zero.stage=2 training.accumulation=2"),
+    (2, "activations.contiguous=true parallel.pp=2 training.accumulation=4 zero.stage=1"),
+    (1, "activations.offload=host zero.stage=1 model.num_layers=6 model.seq_len=512"),
+    (2, "activations.offload=host parallel.pp=2 parallel.schedule=zbv training.accumulation=4"),
+    (2, "activations.offload=host activations.offload_layers=2 model.num_layers=8 zero.stage=1"),
     (
         2,
         "activations.offload=host activations.offload_layers=[0,2,3,7] parallel.pp=2 training.accumulation=4 "
-        "precision.dtype=bf16 model.num_layers=8",
+        "model.num_layers=8",
     ),
-    (2, "activations.contiguous=true data.document_mask=true zero.stage=2 precision.dtype=bf16 model.seq_len=512"),
-    (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16 average.kind=ema"),
-    (2, "precision.fp8=rowwise precision.dtype=bf16 parallel.tp=2 training.accumulation=2"),
+    (2, "activations.contiguous=true data.document_mask=true zero.stage=2 model.seq_len=512"),
+    (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} average.kind=ema"),
+    (2, "precision.fp8=rowwise parallel.tp=2 training.accumulation=2"),
     (1, "precision.fp8=blockwise precision.fp8_layers=all precision.dtype=fp32 activations.recompute=full"),
-    (2, "precision.fp8=blockwise precision.fp8_layers=all precision.dtype=bf16 zero.stage=3"),
-    (2, "optimizer.name=muon zero.stage=1 precision.dtype=bf16"),
+    (2, "precision.fp8=blockwise precision.fp8_layers=all zero.stage=3"),
+    (2, "optimizer.name=muon zero.stage=1"),
     (4, "optimizer.name=muon zero.stage=3 parallel.tp=2 parallel.sequence_parallel=true precision.dtype=fp32"),
-    (2, f"zero.stage=3 zero.offload.parameters=nvme zero.offload.nvme_path={gettempdir()} precision.dtype=bf16"),
+    (2, f"zero.stage=3 zero.offload.parameters=nvme zero.offload.nvme_path={gettempdir()}"),
     (
         2,
-        "zero.stage=2 zero.reduce=step zero.bucket_bytes=1048576 training.accumulation=1 precision.dtype=bf16 "
+        "zero.stage=2 zero.reduce=step zero.bucket_bytes=1048576 training.accumulation=1 "
         "activations.recompute=full training.micro_batch_size=4 model.seq_len=512",
     ),
 ]
@@ -90,7 +80,7 @@ def cluster(ranks: int) -> Cluster:
     return Cluster(cpu, ranks, ranks, cpu.link, cpu.link, processors=2)
 
 
-def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
+def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     """(pipeline rank, live peak, state by kind, traffic) of a rank; state and traffic of the first of its pipeline rank."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp)
@@ -99,7 +89,7 @@ def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        for _ in range(2):
+        for _ in range(3):
             counted, _ = watched_step(engine, batches, live.start)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):
         return state.at.pp, live.peak, {}, {}
@@ -121,7 +111,7 @@ def _first_use() -> None:
 def test_a_run_needs_what_its_plan_says(ranks: int, case: str) -> None:
     run = load_config(os.devnull, [*MODEL.split(), *case.split()], ranks)
     planned, traffic = memory_of(run, cluster(ranks)), traffic_of(run, cluster(ranks))
-    measured = run_world(ranks, second_step, run)
+    measured = run_world(ranks, third_step, run)
     for stage, plan in enumerate(planned):
         assert sum(plan.kinds.values()) == plan.peak
         peaks = [peak for at, peak, _, _ in measured if at == stage]

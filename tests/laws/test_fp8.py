@@ -309,20 +309,8 @@ def test_a_run_turns_fp8_on_or_off_at_a_resume(tmp_path: Any) -> None:
     [
         (2, {"hidden_size": 64}, {"fp8": "blockwise"}, {"tp": 2}, "multiples of 256"),
         (1, {"ffn_hidden_size": 72}, {"fp8": "rowwise"}, {}, "multiples of 16"),
-        (
-            1,
-            {"hidden_size": 40, "head_dim": 16},
-            {"fp8": "rowwise"},
-            {},
-            "model.hidden_size = 40: must give multiples of 16",
-        ),
-        (
-            1,
-            {"num_kv_heads": 1, "head_dim": 4},
-            {"fp8": "rowwise"},
-            {},
-            "model.num_kv_heads = 1: .*it gives 8; the nearest is 16",
-        ),
+        (1, {"hidden_size": 40, "head_dim": 16}, {"fp8": "rowwise"}, {}, "hidden_size = 40: must give multiples of 16"),
+        (1, {"num_kv_heads": 1, "head_dim": 4}, {"fp8": "rowwise"}, {}, "num_kv_heads = 1: .*8; the nearest is 16"),
         (1, {"head_dim": 10}, {"fp8": "rowwise"}, {}, "model.head_dim = 10: must give multiples of 16"),
         (1, {}, {"fp8": "rowwise", "dtype": "fp16"}, {}, "must be"),
         (1, {}, {"fp8": "rowwise", "fp8_layers": [3]}, {}, "below model.num_layers=3"),

@@ -134,10 +134,8 @@ def test_equal_gradients_give_bit_equal_weights_on_every_dp_stage_offload_and_sc
     in_file = {"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
     kinds, at_home = [*STAGES, *OFFLOADED, {"zero": in_file}], len(STAGES)
     found = run_world(1, _steps, [_run(1, name, **kind) for kind in kinds])[0]
-    first, away = (
-        found[0],
-        found[0 if DEVICE.type == "cpu" else at_home],
-    )  # a GPU's AdamW rounds otherwise than the host's
+    # a GPU's AdamW rounds otherwise than the host's
+    first, away = found[0], found[0 if DEVICE.type == "cpu" else at_home]
     wanted = plain(_run(1, name))
     for world, more in ((1, kinds), (2, kinds), (4, [*STAGES, *OFFLOADED])):
         found = found if world == 1 else run_world(world, _steps, [_run(world, name, **kind) for kind in more])[0]
@@ -160,9 +158,8 @@ def test_each_matrix_of_an_expert_is_stepped_whole_wherever_it_is() -> None:
     wanted, first = plain(_run(1, "mixtral")), run_world(1, _steps, [_run(1, "mixtral")])[0][0]
     tp = {"tp": 2, "sequence_parallel": True}
     for parallel in ({"ep": 4}, {"ep": 2, "pp": 2, "schedule": "zb-h1"}, tp | {"ep": 2}):
-        runs = [
-            _run(4, "mixtral", parallel=parallel, **kind) for kind in (STAGES if "pp" in parallel else STAGES[1::2])
-        ]
+        stages = STAGES if "pp" in parallel else STAGES[1::2]
+        runs = [_run(4, "mixtral", parallel=parallel, **stage) for stage in stages]
         _check(run_world(4, _steps, runs)[0], wanted, first)
     in_groups = {"zero": {"stage": 1, "shard_group_size": 2}, "parallel": {"ep": 2}}
     _check(run_world(4, _steps, [_run(4, "mixtral", **in_groups)])[0], wanted, first)

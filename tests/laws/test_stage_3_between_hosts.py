@@ -67,9 +67,8 @@ def _assert_equal_bits(a: dict[str, Any], b: dict[str, Any], case: object) -> No
 # A second copy of the weights
 
 
-AHEAD = {
-    "prefetch_bytes": 80_000
-}  # as many bytes as hold two blocks, so that units take turns in three buffers or more
+# As many bytes as hold two blocks, so that units take turns in three buffers or more.
+AHEAD = {"prefetch_bytes": 80_000}
 SHAPES = [
     (4, {}, [{"precision": {"dtype": "bf16"}, "model": LLAMA}, {"activations": {"recompute": "full"}}]),
     (8, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, [{"model": UNTIED | {"num_layers": 4}}]),
