@@ -142,12 +142,8 @@ def _named_in(folder: Folder, name: str) -> set[str]:
 def own_files(folder: Folder) -> list[str]:
     """Return the files in a step directory that our checkpoints wrote: those in its lists, and the lists themselves."""
     named = set().union(*(_named_in(folder, name) for name in _LISTS))
-    return [name for name in folder.files() if partial_of(name) in named or _is_begun(name)]
-
-
-def _is_begun(name: str) -> bool:
-    """Whether a file is the partially written first file of a save."""
-    return name != UNFINISHED and partial_of(name) == UNFINISHED
+    # A save writes UNFINISHED first: a partial file of it is ours, too.
+    return [name for name in folder.files() if partial_of(name) in named | ({UNFINISHED} - {name})]
 
 
 def files_of_save(folder: Folder) -> list[str]:

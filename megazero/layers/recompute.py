@@ -331,7 +331,8 @@ class DroppingOutputs(SavedTensorHooks):
         if weight is not None:
             return weight
         found = self._outputs.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if found is None or not _shows(tensor, *found[1:]):
+        # A view shows an output's first values in its dtype; an output changed in place cannot be recomputed.
+        if found is None or tensor.dtype != found[1].dtype or found[1]._version != found[2]:
             return self.beneath.pack(tensor)
         return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -339,13 +340,6 @@ class DroppingOutputs(SavedTensorHooks):
         if isinstance(saved, _View):
             return saved.base.tensor().as_strided(saved.size, saved.stride, saved.offset)
         return self.beneath.unpack(saved)
-
-
-def _shows(tensor: Tensor, output: Tensor, version: int) -> bool:
-    """Whether a view of an output still has its dtype and first values.  An output changed in place cannot be
-    recomputed.
-    """
-    return tensor.dtype == output.dtype and output._version == version
 
 
 class Recomputed:

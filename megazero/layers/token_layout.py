@@ -260,16 +260,9 @@ class _Boxes:
         k_first = np.maximum(self.k_first, q_first - reach + 1)
         k_stop = np.minimum(self.k_first + self.k_size, q_stop)
         is_left = (q_first < q_stop) & (k_first < k_stop)
-        columns = (
-            self.document,
-            self.q_row + q_first - self.q_first,
-            q_first,
-            q_stop - q_first,
-            self.k_row + k_first - self.k_first,
-            k_first,
-            k_stop - k_first,
-        )
-        return _Boxes(*(column[is_left] for column in columns))
+        queries = self.q_row + q_first - self.q_first, q_first, q_stop - q_first
+        keys = self.k_row + k_first - self.k_first, k_first, k_stop - k_first
+        return _Boxes(*(column[is_left] for column in (self.document, *queries, *keys)))
 
     def _seen(self, window: int | None) -> NDArray[np.bool_]:
         """Whether every query of a box sees every key."""

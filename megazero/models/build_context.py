@@ -158,16 +158,11 @@ class BuildContext:
         choice = experts.Choice(k, bool(model.renormalize_gates), model.routed_scaling_factor, *groups)
         scores = (NamedRows(f"{prefix}.gate.weight", len(names)),)
         router = experts.Router if model.router_bias_rate is None else experts.SigmoidRouter
+        scored = rows_spec(scores, model.hidden_size, None, self.init, sum_over_tp=self._cuts_sequence)
         on_ranks = self.ep, self.wgrad_queue
-        routed = (
-            router(
-                rows_spec(scores, model.hidden_size, None, self.init, sum_over_tp=self._cuts_sequence),
-                choice,
-                *on_ranks,
-            ),
-            experts.ExpertLinear(expert_spec(inner, model.hidden_size, self.init), *on_ranks),
-            experts.ExpertLinear(expert_spec(outer, model.expert_size, self._onto_residual), *on_ranks),
-        )
+        gate_up = experts.ExpertLinear(expert_spec(inner, model.hidden_size, self.init), *on_ranks)
+        onto_residual = experts.ExpertLinear(expert_spec(outer, model.expert_size, self._onto_residual), *on_ranks)
+        routed = router(scored, choice, *on_ranks), gate_up, onto_residual
         if shared is None:
             return experts.MixtureOfExperts(*routed)
         return experts.WithSharedExperts(*routed, shared)

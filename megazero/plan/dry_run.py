@@ -174,21 +174,15 @@ def run_rank(
         if is_built_only:
             return None
         batches = [_batch(run, engine.share) for _ in range(run.accumulation)]
-        engine.train_step(batches[: _warming(run)], _LR)
+        # The optimizer allocates its state within the fewest that the schedule takes.  At stage 3 a second step gathers the
+        # weights in the order of the first.
+        warming = run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
+        engine.train_step(batches[:warming], _LR)
         fake.operators.clear()
         gc.collect()
         fake.peak = fake.live
         engine.train_step(batches, _LR)
         return DryRank(rank, state.at, tuple(state.made), start, fake.messages, fake.peak)
-
-
-def _warming(run: ResolvedRun) -> int:
-    """Return the number of micro-batches in the first step, in which an optimizer may allocate its state.
-
-    It is the smallest that the schedule allows, except at stage 3, where the second step gathers weights in the order that
-    the first step recorded.
-    """
-    return run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
 
 
 def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:

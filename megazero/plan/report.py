@@ -171,8 +171,7 @@ def found_as_json(found: SearchResult) -> dict[str, object]:
     best = zip(map(plain, found.best), found.limits, strict=True)
     return {
         "best": [shape | {"limits": limits} for shape, limits in best],
-        "front": list(map(plain, found.front)),
-        "computed": list(map(plain, found.computed)),
+        **{name: list(map(plain, getattr(found, name))) for name in ("front", "computed")},
         "least": found.least and plain(found.least),
         "own": found.own and need(found.own),
         "counted": {"refused": found.refused, **found.counted},

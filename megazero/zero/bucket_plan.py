@@ -207,14 +207,9 @@ def plan_buckets(
     def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool, bool]:
         """Return what all parameters of a bucket have in common."""
         unit, spec = info.unit if by_unit and not info.persistent else inf, info.spec
-        return (
-            unit,
-            placements.index(info.placement),
-            unit == inf or not spec.in_fp8_squares,  # large buckets first: they share large gather buffers
-            spec.of_experts,
-            info.trains,
-            info.matrix or spec.buffer,
-        )
+        in_own_type = unit == inf or not spec.in_fp8_squares  # large buckets first: they share large gather buffers
+        alone = spec.of_experts, info.trains, info.matrix or spec.buffer
+        return unit, placements.index(info.placement), in_own_type, *alone
 
     groups, backward = list[list[ParamInfo]](), free[::-1]
     for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):

@@ -60,9 +60,9 @@ class DeepseekFamily(ExpertFamily):
         heads, size, layers, groups = model.num_heads, model.head_size, model.num_layers, model.expert_groups
         count, k, each = model.num_experts or 1, model.experts_per_token or 1, (model.num_experts or 1) // groups
         least = 2 if model.router_bias_rate is not None and groups > 1 else 1  # what ranks a group
-        needed = -(-k // max(each, 1))
         equal = f"must make equal groups of {least} or more of num_experts={count}; 1 makes one group of all"
         held, shared = model.groups_per_token * each, (model.shared_experts or 0) * model.expert_size
+        enough = f"must hold experts_per_token={k}: {-(-k // max(each, 1))} groups or more; these hold {held}"
         relations = (
             ("num_kv_heads", model.num_kv_heads == heads, f"must be num_heads={heads}: each head has its own keys"),
             ("qk_rope_head_dim", (model.qk_rope_head_dim or 0) % 2 == 0, "must be even: rotary positions turn pairs"),
@@ -70,11 +70,7 @@ class DeepseekFamily(ExpertFamily):
             ("first_dense_layers", model.first_dense_layers < layers, f"must be below num_layers={layers}"),
             ("expert_groups", each * groups == count and each >= least, equal),
             ("groups_per_token", model.groups_per_token <= groups, f"must be at most expert_groups={groups}"),
-            (
-                "groups_per_token",
-                k <= held,
-                f"must hold experts_per_token={k}: {needed} groups or more; these hold {held}",
-            ),
+            ("groups_per_token", k <= held, enough),
             ("expert_hidden_size", shared % tp == 0, f"must be divisible by parallel.tp={tp} in shared experts"),
         )
         yield from (Problem(f"model.{key}", getattr(model, key), rule) for key, holds, rule in relations if not holds)
