@@ -161,10 +161,11 @@ def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
         first.heartbeat()
 
 
-def test_a_lock_file_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"run": ', b'{"launchers": null}', b'{"launchers": [{}]}', b"[]"])
+def test_a_lock_file_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path, content: bytes) -> None:
     files = LocalFolder(tmp_path / "owner")
     files.make()
-    files.write("00000003.json", b'{"run": ')
+    files.write("00000003.json", content)
     second = DirectoryLock(LocalFolder(tmp_path))
     while second.try_to_take() is not None:
         pass

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import xxhash
+
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import CheckpointError, OwnerError, to_json
 from megazero.comm.agreement import agree, on_first
@@ -59,7 +61,7 @@ class Owner:
     pid: int = 0
     process: str = ""  # see `process_identity`
     since: str = "an unknown time"  # a date, for people
-    launchers: Sequence[str] = ()  # identities of the elastic launchers of all ranks
+    launchers: Sequence[str] = ()  # hashes of the identities of the elastic launchers of all ranks
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})"
@@ -125,7 +127,7 @@ class DirectoryLock:
     """Takes and holds the lock of a folder for this process' run.
 
     Args:
-        launchers: identities of the elastic launchers of all ranks.  An earlier run that one of them started has ended.
+        launchers: hashes of the identities of the elastic launchers of all ranks.  An earlier run that one of them started has ended.
     """
 
     def __init__(self, folder: Folder, launchers: Iterable[str] = ()) -> None:
@@ -294,7 +296,8 @@ class Ownership:
         world, run_dir = self._state.world, self._config.training.run_dir
         own, root = agree(lambda: (folder_at(run_dir), checkpoints_of(self._config)), world, CheckpointError)
         by_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        launchers = set(gather_objects(process_identity(os.getppid()) if by_launcher else "", world)) - {""}
+        launcher = process_identity(os.getppid()) if by_launcher else ""
+        launchers = {*gather_objects(launcher and xxhash.xxh3_64_hexdigest(launcher.encode()), world)} - {""}
         if self._state.rank == 0:
             paths = [str(at.path.resolve() if isinstance(at, LocalFolder) else at) for at in (own, root)]
             self._locks = [DirectoryLock(at, launchers) for at in dict(zip(paths, (own, root), strict=True)).values()]
@@ -355,8 +358,7 @@ def _now() -> float:
 def _check_shared(lock: HeldLock, state: ParallelState) -> None:
     """Make sure that every rank sees the lock file of rank 0.  Raises: CheckpointError naming those that do not."""
     seen = gather_objects((_appears(lock), socket.gethostname()), state.world)
-    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
-    if blind:
+    if blind := [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]:
         raise CheckpointError(
             f"{listed(blind)} cannot see what rank 0 on {seen[0][1]} writes in {lock.folder}: checkpoints need a directory "
             "that all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
@@ -401,6 +403,7 @@ def _read(files: Folder, name: str) -> bytes:
 
 def _parsed(content: bytes) -> Owner:
     try:
-        return Owner(**parse_json(content))
+        owner = Owner(**parse_json(content))
+        return replace(owner, launchers=sorted({*owner.launchers}))
     except (ValueError, TypeError):
         return _UNKNOWN

@@ -47,9 +47,8 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "dynamic_loss_scale": lambda engine: bool(engine.sharded_model.scaler) and not engine.config.json.fp16.loss_scale,
     "fp16_enabled": lambda engine: engine.config.precision.dtype == "fp16",
     "get_batch_info": attrgetter("config.train_batch_size", "config.micro_batch_size", "config.accumulation"),
-    "get_data_types": lambda engine: (
-        DTYPES[engine.config.precision.dtype],
-        DTYPES[engine.config.precision.accumulate_dtype],
+    "get_data_types": lambda engine: tuple(
+        map(DTYPES.get, attrgetter("dtype", "accumulate_dtype")(engine.config.precision))
     ),
     "optimizer_name": lambda engine: engine.config.json.optimizer.type or type(engine.optimizer.inner).__name__,
     "zero_cpu_offload": lambda engine: engine.config.zero.offload.optimizer == "cpu",
