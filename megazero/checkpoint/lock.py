@@ -127,7 +127,8 @@ class DirectoryLock:
     """Takes and holds the lock of a folder for this process' run.
 
     Args:
-        launchers: hashes of the identities of the elastic launchers of all ranks.  An earlier run that one of them started has ended.
+        launchers: hashes of the identities of the elastic launchers of all ranks.  An earlier run that one of them
+            started has ended.
     """
 
     def __init__(self, folder: Folder, launchers: Iterable[str] = ()) -> None:

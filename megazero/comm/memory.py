@@ -90,7 +90,7 @@ class Copier:
 
     def start(self, target: Tensor, source: Tensor) -> Any | None:
         """Start a copy after the work queued so far on the current stream.  Returns a mark to wait for."""
-        return self.run(partial(_copy, target, source), to_host=source.is_cuda)
+        return self.run(partial(target.copy_, source, non_blocking=True), to_host=source.is_cuda)
 
     def run(self, work: Callable[[], Any], *, to_host: bool) -> Any | None:  # noqa: ARG002
         """Call `work` on the stream of this direction, so that its kernels run after the current stream's work.  Returns
@@ -150,10 +150,6 @@ def copier_on(device: torch.device) -> Copier:
     copier.
     """
     return StreamCopier(device) if device.type == "cuda" else Copier()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 class _Range(NamedTuple):

@@ -40,6 +40,7 @@ from megazero.zero.sharding import DTYPES
 T = TypeVar("T")
 
 _TABLE = NAMES["engine"]
+_DTYPES_OF = attrgetter("config.precision.dtype", "config.precision.accumulate_dtype")
 #: Methods without arguments that return a value of the configuration or a coordinate of this rank.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(path) for name, path in _TABLE["settings"].items()},
@@ -47,9 +48,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "dynamic_loss_scale": lambda engine: bool(engine.sharded_model.scaler) and not engine.config.json.fp16.loss_scale,
     "fp16_enabled": lambda engine: engine.config.precision.dtype == "fp16",
     "get_batch_info": attrgetter("config.train_batch_size", "config.micro_batch_size", "config.accumulation"),
-    "get_data_types": lambda engine: tuple(
-        map(DTYPES.get, attrgetter("dtype", "accumulate_dtype")(engine.config.precision))
-    ),
+    "get_data_types": lambda engine: tuple(map(DTYPES.get, _DTYPES_OF(engine))),
     "optimizer_name": lambda engine: engine.config.json.optimizer.type or type(engine.optimizer.inner).__name__,
     "zero_cpu_offload": lambda engine: engine.config.zero.offload.optimizer == "cpu",
     "zero_gather_16bit_weights_on_model_save": lambda _: True,
