@@ -229,9 +229,6 @@ class WeightGradQueue:
                 following = entries.popleft()() if entries else None
                 finish(self.accumulator)
 
-    def __len__(self) -> int:
-        return len(self._passes)
-
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])

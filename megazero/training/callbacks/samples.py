@@ -50,13 +50,17 @@ def _likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([target, (logits.argmax(-1) != labels).float()], -1)
 
 
+def _likeliest(logits: Tensor, _: Tensor) -> Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
 #: Texts, and what is read of them.
 Request: TypeAlias = tuple[list[Text], Reader]
 
 #: The log-likelihood of each label, and 1 where another token is likelier.
 LIKELIHOOD = Reader(2, _likelihood)
 #: The likeliest token.
-LIKELIEST = Reader(1, lambda logits, _: logits.argmax(-1, keepdim=True))
+LIKELIEST = Reader(1, _likeliest)
 
 
 def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> list[list[float]]:
