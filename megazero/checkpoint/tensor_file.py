@@ -71,7 +71,11 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, read by rows on demand; results may be mapped, so do not write.  Raises: as `read_errors`."""
+    """A tensor in a file, of which rows are read on demand.
+
+    The tensors that it returns may be memory-mapped views of the file: do not write into them.
+    Raises: what `read_errors` lists.
+    """
 
     path: str
     read_bytes: ReadBytes

@@ -612,7 +612,9 @@ def is_section(annotation: object) -> TypeGuard[type[Section]]:
 
 
 def without_key(config: RunConfig, key: str) -> RunConfig:
-    """Return a copy in which a key or a section has no value: reading it raises AttributeError."""
+    """Return a copy in which a key or section, such as "zero.stage" or "zero", has no value: reading it raises
+    AttributeError.
+    """
     copy = section = config.model_copy()
     *outer, last = key.split(".")
     for name in outer:

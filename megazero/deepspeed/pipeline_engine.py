@@ -92,7 +92,7 @@ class PipelineEngine(TrainingEngine):
         return loss_sum.float() / (self.config.accumulation * self.dp_world_size)
 
     def reset_activation_shape(self) -> None:
-        """Find the shapes between stages again, for micro-batches of another shape.  Every rank calls this."""
+        """Forget the shapes of the activations that stages send; the next batch sets them.  Every rank calls this."""
         self._inputs.clear()
 
     def _read(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Batches:

@@ -195,7 +195,9 @@ class Reach:
         self._nodes: list[Node] = []  # that add to their gradients: twenty times slower to find than to ask for
 
     def missing(self) -> Sequence[nn.Parameter]:
-        """Return the parameters that the running backward does not reach; none if it adds to no gradient at all."""
+        """Return the parameters that the running backward does not reach.  Empty under `torch.autograd.grad`, which adds to
+        no gradient.
+        """
         try:
             if not self._nodes:
                 self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]

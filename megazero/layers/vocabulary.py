@@ -216,7 +216,7 @@ def grad_logits_of(
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Overwrite logits by cap * tanh(logits / cap), computed in fp32.  [tokens, rows], unchanged in shape."""
+    """Overwrite logits with cap * tanh(logits / cap), computed in fp32.  [tokens, vocabulary of this rank], returned."""
     for (block,) in _blocks(None, logits):
         block.copy_(block.float().div_(cap).tanh_().mul_(cap))
     return logits

@@ -29,7 +29,7 @@ _KILLED_WITHIN_SECONDS = 10.0  # unless the kernel cannot let go of it, such as 
 
 
 class StopRequest:
-    """A request to stop this run.  Picklable until `listen`, so that it can be passed to the ranks that are started."""
+    """Receives requests to stop this run, by signals.  Picklable until `listen`, so that ranks can be started with it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mark: Path | None = None  # a file; its existence is the request for all ranks of the launcher

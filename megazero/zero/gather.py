@@ -152,7 +152,9 @@ class Unit:
         self.gatherer.run(self, is_forward=False)
 
     def watch(self, result: Any) -> Any:
-        """Call `pre_backward` when the gradient of this result arrives."""
+        """Register a hook on a result of the forward that calls `pre_backward` when its gradient arrives.  Returns the
+        result.
+        """
         if isinstance(result, Tensor) and result.requires_grad and torch.is_grad_enabled():
             result.register_hook(lambda _: self.pre_backward())
         return result

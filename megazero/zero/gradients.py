@@ -43,7 +43,7 @@ embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
 
 class Accumulation(Enum):
-    """How the micro-batches of a step add up in a part of a bucket.  The values are those of `zero.reduce`."""
+    """How the micro-batches of a step add up in a part of a bucket.  `zero.reduce` chooses between SHARDS and BUFFER."""
 
     WHOLE = "whole"  # in the bucket's full gradient, which is reduced once
     SHARDS = "micro_batch"  # each micro-batch is reduced at once, and the shards add up

@@ -71,7 +71,10 @@ class Reduction(ABC):
         return numel * self._narrows * self.dtype.itemsize
 
     def narrowed(self, chunk: Chunk, queue: ReductionQueue) -> Tensor:
-        """Return the chunk's gradients in the dtype in which they are sent."""
+        """Return the chunk's gradients in the dtype in which they are sent.
+
+        A conversion copies them to a buffer of the pool and releases the buffers that held them.
+        """
         if not self._narrows:
             return chunk.full
         filled, chunk.buffers = chunk.buffers, []

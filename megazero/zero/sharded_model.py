@@ -95,7 +95,11 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Finish all reductions.  Each bucket then holds the step's gradients, times `scale`, of its elements `summed`."""
+        """Finish all reductions.
+
+        Afterwards `bucket.gradient` holds the step's gradients times `scale`: those of the interval `bucket.summed`, which
+        are this rank's shard, or all of the bucket where gradients are not sharded.
+        """
         self.reducer.finish()
         for add_up in self._last_sums:
             add_up()

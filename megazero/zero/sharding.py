@@ -307,8 +307,8 @@ class Share:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each parameter lies in a bucket.  All its parameters have the same placement and chunk, and all train or
-    none does.
+    """Where each parameter lies in a bucket.  All parameters of a bucket have the same placement and belong to the same
+    model chunk; either all of them train or none does.
     """
 
     name: str  # for messages
