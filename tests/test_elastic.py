@@ -355,20 +355,48 @@ def test_a_spare_rank_waits_and_ends_as_the_others_do(tmp_path: Path, uninterrup
     assert _losses(run_dir) == pytest.approx(uninterrupted, rel=1e-4)
 
 
+# Two ranks stop after step 6, one after step 8: so steps are left when a node is lost, and when another comes.
+STOPS = """
+import os
+import signal
+
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
+from megazero.training.callbacks.registry import CALLBACKS
+
+
+class Stops(Callback):
+    def __init__(self, context: RunContext) -> None:
+        self.step = {2: 6, 1: 8}[context.run.world_size]
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step == self.step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+CALLBACKS.register("stops", Stops)
+"""
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_in_a_new_one(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
     run_dir, node = tmp_path / "run", {"nodes": "1:2", "endpoint": str(free_port()), "LOGLEVEL": "INFO"}
-    with _agent(run_dir, 1, **node) as first:
-        with _agent(run_dir, 1, **node, hosts=False) as second:
-            _wait_for(first, run_dir, 6)
+    (script := tmp_path / "stops.py").write_text(STOPS)
+    words = f'launch.extensions=["{script}"]', 'training.callbacks=["stops"]'
+    with _agent(run_dir, 1, *words, **node) as first:
+        with _agent(run_dir, 1, *words, **node, hosts=False) as second:
+            _wait_until(first, lambda: all(any(map(_is_stopped, children_of(agent.pid))) for agent in (first, second)))
             for pid in (second.pid, *children_of(second.pid)):
                 _kill(pid)
-        _wait_until(first, lambda: "dp 1," in _log(first))
-        _wait_for(first, run_dir, 8)
+            (rank,) = children_of(first.pid)
+            os.kill(rank, signal.SIGCONT)
+        _wait_until(first, lambda: any(map(_is_stopped, set(children_of(first.pid)) - {rank})))
         (rank,) = children_of(first.pid)
-        os.kill(rank, signal.SIGSTOP)  # so that it has steps left when the new node comes
-        with _agent(run_dir, 1, **node, hosts=False) as third:
+        with _agent(run_dir, 1, *words, **node, hosts=False) as third:
             _wait_until(first, lambda: "Detected 1 new nodes" in _log(first) and _is_asked_to_end(rank))
             os.kill(rank, signal.SIGCONT)
             log = _end(first)
