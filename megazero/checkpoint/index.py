@@ -143,7 +143,7 @@ def own_files(folder: Folder) -> list[str]:
     """Return the files in a step directory that our checkpoints wrote: those in its lists, and the lists themselves."""
     named = set().union(*(_named_in(folder, name) for name in _LISTS))
     # A save writes UNFINISHED first: a partial file of it is ours, too.
-    return [name for name in folder.files() if partial_of(name) in named | ({UNFINISHED} - {name})]
+    return [name for name in folder.files() if partial_of(name) in named or name != partial_of(name) == UNFINISHED]
 
 
 def files_of_save(folder: Folder) -> list[str]:
