@@ -230,7 +230,8 @@ def paired_runner_of(config: RunConfig, state: ParallelState, kind: ScheduleKind
     """Return a factory of stage runners in which the passes of a pair take turns; None if the schedule has no pairs, or
     its passes never wait.
 
-    An arena returns activations in the order of the actions, so with one the passes of a pair cannot overlap.
+    Call it only where no activations are offloaded: an arena returns them in the order of the actions, so the passes of a
+    pair could not overlap.
     """
     if not kind.has_pairs or expert_axis(config, state).size == 1:
         return None
