@@ -34,6 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ON_CPU = os.environ.get("MEGAZERO_TEST_DEVICE", "cpu") == "cpu"
 if ON_CPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks that a test starts compute where it says, on every machine
+    # The first backward starts a thread for each device, after which nothing can be forked.  Where torch is built for CUDA,
+    # fake tensors make it count devices that are not there, so the first backward comes before them.
+    torch.ones((), requires_grad=True).backward()
 
 # On a busy machine an example may wait for a core: no test depends on the wall clock.
 settings.register_profile("megazero", deadline=None)
