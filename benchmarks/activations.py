@@ -48,7 +48,7 @@ from benchmarks.setting import DTYPES, Setting, positive, whole_numbers
 from megazero.layers import linear
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.models.activation_config import PRESETS, LayerPolicy, Region
 from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig

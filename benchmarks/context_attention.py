@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.attention_work import AttentionRank, AttentionWork
 from megazero.cpu.processor import schedule_as_batch_job
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.parallel_state import Links, ParallelState, RankGrid
 
 
@@ -30,14 +30,14 @@ class Ours(AttentionRank):
             Links(timeout_seconds=120, shares_memory=shares_memory),
         )
         axes = self._state.cp_ulysses, self._state.cp_ring
-        part = part_of(None, work.length, *axes, torch.device("cpu"))
-        if part is None:
+        shard = sequence_shard(None, work.length, *axes, torch.device("cpu"))
+        if shard is None:
             raise ValueError("context parallelism needs two ranks at least")
-        super().__init__(work, rank, part.rows[:, 0])
-        self._part, self._attention = part, ContextAttention(axes, None, torch.float32)
+        super().__init__(work, rank, shard.rows[:, 0])
+        self._shard, self._attention = shard, ContextAttention(axes, None, torch.float32)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.attend(q, k, v, self._part)
+        return self._attention.attend(q, k, v, self._shard)
 
     def meter(self) -> int:
         """Bytes that this rank has sent, as ring volume."""

@@ -31,7 +31,7 @@ from megazero.layers import attention_kernels, context_attention
 from megazero.layers.attention import AttentionKernel, CausalAttention
 from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.context_attention import ContextAttention, KernelWindow, Ring
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.parallel_state import Axis
 
 ALONE = Axis("cp")
@@ -103,9 +103,9 @@ def cases_of(layer: Layer, documents: Sequence[int], windows: Sequence[int], rin
         found.append(Case("whole, cuDNN", seen_pairs(whole), through(cudnn), whole))
     for length in documents:
         lengths = (length,) * (layer.seq // length)
-        part = part_of([lengths], layer.seq, ALONE, ALONE, layer.device)
+        shard = sequence_shard([lengths], layer.seq, ALONE, ALONE, layer.device)
         packed = ContextAttention((ALONE, ALONE), None, torch.float32, on_cuda=layer.device.type == "cuda")
-        attend = through(lambda part=part, packed=packed: packed.attend(q, k, v, part))
+        attend = through(lambda shard=shard, packed=packed: packed.attend(q, k, v, shard))
         found.append(Case(f"documents of {length}", seen_pairs(lengths), attend, lengths))
     for window in windows:
         on_cuda = layer.device.type == "cuda"
@@ -122,8 +122,8 @@ def cases_of(layer: Layer, documents: Sequence[int], windows: Sequence[int], rin
 def ring_of(layer: Layer, ranks: int) -> Callable[[], Sequence[Tensor]]:
     """The work of the first rank of a ring."""
     axis = Axis("cp", tuple(range(ranks)))
-    part = part_of(None, layer.seq, ALONE, axis, layer.device)
-    assert part is not None
+    shard = sequence_shard(None, layer.seq, ALONE, axis, layer.device)
+    assert shard is not None
     q, k, v, slope = (x.detach() for x in layer.inputs(layer.seq // ranks))
     ring = Ring(axis, None, torch.float32, context_attention.tile_kernel(on_cpu=layer.device.type == "cpu"))
 
@@ -134,9 +134,9 @@ def ring_of(layer: Layer, ranks: int) -> Callable[[], Sequence[Tensor]]:
     def run() -> Sequence[Tensor]:
         true, context_attention.ring_shift = context_attention.ring_shift, shift
         try:
-            out, lse = ring.forward(q, k, v, part)
+            out, lse = ring.forward(q, k, v, shard)
             of_keys = ring.key_gradients(k, v)
-            return out, ring.backward(slope, q, k, v, out, lse, part, of_keys), *of_keys.total()
+            return out, ring.backward(slope, q, k, v, out, lse, shard, of_keys), *of_keys.total()
         finally:
             context_attention.ring_shift = true
 

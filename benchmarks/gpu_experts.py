@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.report import markdown, write_whole
 from megazero.layers.experts import Choice, ExpertLinear, MixtureOfExperts, Router, Routing
 from megazero.layers.mlp import gated
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 

@@ -51,7 +51,7 @@ class MicroBatchSize:
         tp: ranks of the tensor-parallel axis.
         sequence_parallel: norms, residual stream and dropout are cut over them.
         on_cuda: attention's kernels there want as many keys as queries in fp32; in 16 bits they take a window.
-        by_parts: samples are cut over ranks or hold documents, so that attention is a `ContextAttention`.
+        has_shards: samples are cut over ranks or hold documents, so that attention is a `ContextAttention`.
         ulysses: ranks that exchange heads for tokens.
     """
 
@@ -61,7 +61,7 @@ class MicroBatchSize:
     tp: int = 1
     sequence_parallel: bool = False
     on_cuda: bool = False
-    by_parts: bool = False
+    has_shards: bool = False
     ulysses: int = 1
 
     @property
@@ -160,7 +160,7 @@ def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, i
     core, heads = attention.core, attention.core.heads
     q, k, shares = heads.queries * heads.size, heads.keys * heads.size, heads.sharing > 1
     by_width, by_head = isinstance(core.width_norm, WidthNorm), isinstance(core.head_norm, HeadNorm)
-    in_kernel = size.by_parts or (size.on_cuda and size.itemsize < _FP32)
+    in_kernel = size.has_shards or (size.on_cuda and size.itemsize < _FP32)
     window, tokens = None if in_kernel else window_of(attention), size.tokens
     exchanges = size.ulysses > 1
     # The projection's result q | k | v is one tensor: who keeps a view of it keeps all.
@@ -174,7 +174,7 @@ def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, i
     if exchanges:  # a share of the heads for more of the tokens; key heads fewer than ranks are replicated
         read = q + 2 * max(k, size.ulysses * heads.size)
         return tokens * (per_token + read * size.itemsize), output, lse, output
-    repeats = size.on_cuda and k < q and not size.by_parts
+    repeats = size.on_cuda and k < q and not size.has_shards
     if window is None or size.seq_len <= window.size:
         read = q + k if isinstance(core.rope, RotaryEmbedding) else 0
         read += k if core.copies_v else 0
@@ -272,7 +272,7 @@ def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
         tp,
         sequence_parallel=config.parallel.sequence_parallel and tp > 1,
         on_cuda=on_cuda,
-        by_parts=cp > 1 or config.data.document_mask,
+        has_shards=cp > 1 or config.data.document_mask,
         ulysses=config.parallel.ulysses,
     )
 

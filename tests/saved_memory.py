@@ -33,15 +33,15 @@ def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable
     known = [
         tensor for batch in batches for tensor in (batch.sample_ids, batch.tokens, batch.labels) if tensor is not None
     ]
-    places = [batch.part for batch in batches if batch.part is not None]
-    known += [tensor for part in places for tensor in (part.rows, part.positions)]
+    places = [batch.shard for batch in batches if batch.shard is not None]
+    known += [tensor for shard in places for tensor in (shard.rows, shard.positions)]
     known += [*engine.chunks.parameters(), *(bucket.weights for bucket in engine.sharded_model.parameters.buckets)]
     for module in engine.chunks.modules():
         if isinstance(module, Attention):
             known += [window.mask] if (window := window_of(module)) is not None else []
             if isinstance(rope := module.core.rope, RotaryEmbedding):
                 known += [table for table in (rope.cos, rope.sin) if table is not None]
-                known += [table for part in places for table in rope.tables_of(part)]
+                known += [table for shard in places for table in rope.tables_of(shard)]
     with SavedMemory(known) as memory, memory.watching(dict(zip(units, parts, strict=True))):
         engine.compute_gradients(batches)
     return memory

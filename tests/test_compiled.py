@@ -128,7 +128,7 @@ def test_a_norm_over_all_heads_compiles() -> None:
         assert graphs == 5 + 2
 
 
-def _steps_of_parts(
+def _steps_of_shards(
     rank: int, runs: tuple[ResolvedRun, ResolvedRun], patterns: list[str], backend: str
 ) -> tuple[Any, ...]:
     """Numbers of each step without and with compiled blocks, and the pieces after each step."""
@@ -160,7 +160,7 @@ def test_parts_of_samples_compile_once(world: int, patterns: list[str], model: d
         data={"document_mask": patterns[0] != "none"},
     )
     backend = "aot_eager" if world == 1 else "eager"  # what is cut off where is found before a backend sees it
-    for without, with_, pieces in run_world(world, _steps_of_parts, runs, patterns, backend):
+    for without, with_, pieces in run_world(world, _steps_of_shards, runs, patterns, backend):
         assert [loss for loss, _ in with_] == pytest.approx([loss for loss, _ in without], abs=1e-6)
         assert [norm for _, norm in with_] == pytest.approx([norm for _, norm in without], rel=1e-6)
         assert pieces == [graphs] * len(patterns)

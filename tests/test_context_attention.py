@@ -23,7 +23,7 @@ from megazero.comm.collectives import Pending
 from megazero.cpu.attention import CpuTiles
 from megazero.layers import context_attention
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.layers.token_layout import head_pieces
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
@@ -84,13 +84,13 @@ def _state(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> Pa
 def _attend(
     state: ParallelState, heads: int, kv_heads: int, lengths: list[list[int]] | None, window: int | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Which tokens this rank has, and their part of `_formula`."""
-    part = part_of(lengths, SEQ, state.cp_ulysses, state.cp_ring, CPU)
-    assert part is not None
-    rows = part.rows.t()[:, None, :, None]
+    """Which tokens this rank has, and their rows of `_formula`."""
+    shard = sequence_shard(lengths, SEQ, state.cp_ulysses, state.cp_ring, CPU)
+    assert shard is not None
+    rows = shard.rows.t()[:, None, :, None]
     q, k, v, grad = (x.take_along_dim(rows, 2) for x in _inputs(heads, kv_heads, len(lengths or [0])))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ContextAttention((state.cp_ulysses, state.cp_ring), window, torch.float32).attend(*leaves, part)
+    out = ContextAttention((state.cp_ulysses, state.cp_ring), window, torch.float32).attend(*leaves, shard)
     return rows, [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -187,17 +187,17 @@ _LAYOUTS = ("s b (n h d) -> n b h s d", "s b (h d n) -> n b h s d", "s b (h n d)
 
 def _attend_layouts(rank: int, world: int, ulysses: int) -> None:
     state = _state(rank, world, ulysses)
-    part = part_of([[48]], 48, state.cp_ulysses, state.cp_ring, CPU)
-    assert part is not None
+    shard = sequence_shard([[48]], 48, state.cp_ulysses, state.cp_ring, CPU)
+    assert shard is not None
     attention = ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32)
     for layout in _LAYOUTS:
         fused = torch.randn(48, 1, 3 * 4 * 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         whole = fused.clone().requires_grad_()
         q, k, v = rearrange(whole, layout, n=3, h=4)
         F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
-        own = part.rows[:, 0]
+        own = shard.rows[:, 0]
         mine = fused[own].requires_grad_()
-        attention.attend(*rearrange(mine, layout, n=3, h=4), part).square().sum().backward()
+        attention.attend(*rearrange(mine, layout, n=3, h=4), shard).square().sum().backward()
         assert whole.grad is not None
         torch.testing.assert_close(mine.grad, whole.grad[own], rtol=1e-10, atol=1e-10)
 
@@ -213,28 +213,28 @@ def test_any_order_of_a_fused_projection_gives_its_gradient(world: int, ulysses:
 )
 def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) -> None:
     """A kernel would read the memory behind them, or leave some out."""
-    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
-    assert part is not None
+    shard = sequence_shard([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
+    assert shard is not None
     attention, q, keys = (
         ContextAttention((WHOLE, WHOLE), None, torch.float32),
         torch.ones(1, 4, SEQ, SIZE),
         torch.ones(shape),
     )
     with pytest.raises(ValueError, match="keys and values must have the queries' type, batch, seq and size"):
-        attention.attend(q, keys, keys, part)
+        attention.attend(q, keys, keys, shard)
     with pytest.raises(ValueError, match="keys and values must have"):
-        attention.attend(q, q, keys, part)
+        attention.attend(q, q, keys, shard)
 
 
 @pytest.mark.parametrize("wider", [1, 2])
 def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> None:
     """Some lengths would compute, others not, and on a ring the gradient of one would travel in the type of another."""
-    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
-    assert part is not None
+    shard = sequence_shard([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
+    assert shard is not None
     given = [torch.ones(1, 4, SEQ, SIZE, dtype=torch.bfloat16) for _ in range(3)]
     given[wider] = given[wider].float()
     with pytest.raises(ValueError, match=r"must have the queries\' type.* of torch\.bfloat16; k"):
-        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(*given, part)
+        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(*given, shard)
 
 
 def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
@@ -295,10 +295,10 @@ def test_a_step_after_one_that_failed_on_all_ranks_has_its_messages(ulysses: int
 
 def _second_derivative(rank: int, ulysses: int) -> None:
     state = _state(rank, 2, ulysses)
-    part = part_of(None, SEQ, state.cp_ulysses, state.cp_ring, CPU)
-    assert part is not None
+    shard = sequence_shard(None, SEQ, state.cp_ulysses, state.cp_ring, CPU)
+    assert shard is not None
     q, k, v = (x[:, :, :12].clone().requires_grad_() for x in _inputs(4, 2, 1)[:3])
-    out = ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32).attend(q, k, v, part)
+    out = ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32).attend(q, k, v, shard)
     with pytest.raises(RuntimeError, match="has no second derivative: do not use create_graph with it"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 

@@ -113,7 +113,7 @@ def test_the_written_file_of_a_run_takes_another_cp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
 def test_heads_must_be_those_that_flash_attention_takes(sections: dict[str, Any]) -> None:
-    """By the name of its operators, as attention to parts of samples and to documents calls it."""
+    """By the name of its operators, as attention to sequence shards and documents calls it."""
     for size, dtype, device in ((12, "bf16", "cuda"), (16, "bf16", "cuda"), (12, "fp32", "cuda"), (12, "bf16", "cpu")):
         model = {"num_heads": 4, "num_kv_heads": 4, "head_dim": size}
         whole = {"model": model, "precision": {"dtype": dtype}, "launch": {"device": device}, **sections}

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.cpu import attention
 from megazero.cpu.attention import full_backward, parts_of
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.layers.token_layout import Tile
 from megazero.parallel_state import Axis
 
@@ -65,8 +65,8 @@ def test_heads_that_share_keys_may_be_rows_of_one(batch: int, threads: int) -> N
 @pytest.mark.parametrize("multiplies", [True, False])
 @pytest.mark.parametrize("window", [None, 1500])
 def test_attention_in_bf16_is_plain_attention_and_large_tiles_take_it(window: int | None, multiplies: bool) -> None:
-    part = part_of([[1100, 924], [2024]], 2024, WHOLE, WHOLE, torch.device("cpu"))
-    assert part is not None
+    shard = sequence_shard([[1100, 924], [2024]], 2024, WHOLE, WHOLE, torch.device("cpu"))
+    assert shard is not None
     given, results = _inputs(2, 2024, 2024, torch.bfloat16), []
     calls: list[tuple[int, ...]] = []
 
@@ -81,7 +81,7 @@ def test_attention_in_bf16_is_plain_attention_and_large_tiles_take_it(window: in
             patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=multiplies),
             patch.object(attention, "full_backward", counting),
         ):
-            out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, part)
+            out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, shard)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
         assert {x.dtype for x in results[-1]} == {dtype}
     if window is None:

@@ -33,7 +33,7 @@ from megazero.config.document import json_schema, reference
 from megazero.engine.phases import check_same_run, phases_after
 from megazero.formats.tokenize import tokenize_files
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.sample_part import TokenLayout, part_of
+from megazero.layers.sequence_shard import TokenLayout, sequence_shard
 from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig
 from megazero.models.llama.block import llama_attention, rotary_embedding
@@ -205,15 +205,15 @@ def test_the_attention_that_the_page_on_models_shows_is_llamas() -> None:
     exec(code, names)  # with the imports that it shows
     model, alone = load_config(EXAMPLES / "long_context.toml", ["model.seq_len=64"]).config.model, Axis("cp")
     over_ranks = ContextAttention((alone, alone), None, torch.float32)
-    parts = part_of([[40, 24], [1, 63]], 64, alone, alone, torch.device("cpu"))
-    for part, attends in ((None, None), (parts, over_ranks)):
+    documents = sequence_shard([[40, 24], [1, 63]], 64, alone, alone, torch.device("cpu"))
+    for shard, attends in ((None, None), (documents, over_ranks)):
         context = BuildContext(model, Axis("tp"), False, 1, torch.device("cpu"), context=attends)
         rope = rotary_embedding(context)
         llamas = llama_attention("layer", context, rope)
         for weight in llamas.parameters():
             nn.init.normal_(weight)
         shown, x = names["MyAttention"](context, llamas.qkv, llamas.out, rope), torch.randn(64, 2, model.hidden_size)
-        layout = TokenLayout(torch.arange(2), part)
+        layout = TokenLayout(torch.arange(2), shard)
         torch.testing.assert_close(shown(x, layout), llamas(x, layout))
 
 
@@ -273,7 +273,7 @@ def test_every_phase_of_the_page_can_be_loaded(tmp_path: Path) -> None:
     """Each is the run file before it with the sections of a block in their place, whole."""
 
     def sections(text: str) -> dict[str, str]:
-        return {part.split("]")[0]: part for part in re.split(r"(?m)^(?=\[)", text) if part}
+        return {section.split("]")[0]: section for section in re.split(r"(?m)^(?=\[)", text) if section}
 
     found = sections((EXAMPLES / "quickstart.toml").read_text(encoding="utf-8"))
     blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "phases.md").read_text(encoding="utf-8"), re.DOTALL)

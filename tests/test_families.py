@@ -336,7 +336,7 @@ def test_logits_losses_and_gradients_are_those_of_transformers(
     got = results[0][name]
     for step, expected in enumerate(wanted):
         parts = {one[name]["dp"]: one[name]["logits"][step] for one in results if one[name]["logits"][step] is not None}
-        if shape != "cp2":  # whose ranks have parts of samples
+        if shape != "cp2":  # where ranks hold sequence shards
             assert difference(torch.cat([parts[index] for index in sorted(parts)]), expected.logits) < TOLERANCE
         assert got["loss"][step] == pytest.approx(expected.loss, rel=TOLERANCE)
         assert set(got["gradients"][step]) == set(expected.gradients)

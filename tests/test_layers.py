@@ -24,7 +24,7 @@ from megazero.layers.counter_rng import Dropout, dropout_key
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
 from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
-from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
+from megazero.layers.sequence_shard import SequenceShard, TokenLayout, sequence_shard
 from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, rows_spec
 from megazero.layers.tp_overlap import Overlap, Pieces, Symmetric, hide_exchanges, overlap_of
 from megazero.layers.vocabulary import (
@@ -467,16 +467,16 @@ def test_capped_attention_stays_in_its_documents_and_is_flex_attention(window: i
     monkeypatch.setattr(capped_attention, "_flex_attention", lambda: (flex_attention, create_block_mask))
     plain, flex = (CappedAttention(2.0, window, torch.device(device)) for device in ("cpu", "cuda"))
     q, k, v = _given((8, 2, 56, 16)).mul(3).transpose(0, 1).split([4, 2, 2], dim=1)
-    part = part_of([[16, 40], [56]], 56, Axis("cp"), Axis("cp"), torch.device("cpu"))
+    shard = sequence_shard([[16, 40], [56]], 56, Axis("cp"), Axis("cp"), torch.device("cpu"))
 
-    def run(part: SamplePart | None, *tensors: Tensor) -> list[Tensor]:
+    def run(shard: SequenceShard | None, *tensors: Tensor) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = plain.attend(*leaves, part)
+        out = plain.attend(*leaves, shard)
         out.square().sum().backward()
-        torch.testing.assert_close(flex.attend(*tensors, part), out.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(flex.attend(*tensors, shard), out.detach(), rtol=1e-4, atol=1e-5)
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    found = run(part, q, k, v)
+    found = run(shard, q, k, v)
     for row, span in ((0, slice(0, 16)), (0, slice(16, 56)), (1, slice(0, 56))):
         wanted = run(None, *(x[row : row + 1, :, span] for x in (q, k, v)))
         for ours, theirs in zip(found, wanted, strict=True):

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 from megazero.layers import attention_kernels, tile_calls
 from megazero.layers.attention_kernels import CAUSAL, EVERY_KEY, Pieces, Sight, TileKernel, merge, packs_tiles
 from megazero.layers.context_attention import ContextAttention, KernelWindow
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.layers.tile_calls import EVERYTHING, OneTile, PackedTiles, calls
 from megazero.layers.token_layout import Tile
 from megazero.parallel_state import Axis
@@ -100,18 +100,18 @@ def _in_ring(size: int, lengths: list[list[int]], window: int | None) -> list[Te
     dtype, seq = torch.float64 if DEVICE.type == "cpu" else torch.bfloat16, sum(lengths[0])
     q, k, v, grad = (x.to(DEVICE, dtype) for x in _inputs(len(lengths), seq))
     rings = [Axis("ring", tuple(range(size)), index) for index in range(size)]
-    parts = [part_of(lengths, seq, WHOLE, ring, DEVICE) for ring in rings]
-    rows = [part.rows.t()[:, None, :, None] for part in parts if part is not None]
+    shards = [sequence_shard(lengths, seq, WHOLE, ring, DEVICE) for ring in rings]
+    rows = [shard.rows.t()[:, None, :, None] for shard in shards if shard is not None]
     its_k, its_v = ([x.take_along_dim(of_rank, 2) for of_rank in rows] for x in (k, v))
     out, dq = (torch.zeros(q.shape, dtype=torch.float64, device=DEVICE) for _ in range(2))
     gradients = [[torch.zeros(x.shape, dtype=torch.float64, device=DEVICE) for x in its] for its in (its_k, its_v)]
-    for of_rank, part in zip(rows, parts, strict=True):
-        assert part is not None
+    for of_rank, shard in zip(rows, shards, strict=True):
+        assert shard is not None
         own_q, own_grad = (x.take_along_dim(of_rank, 2) for x in (q, grad))
         own_out = torch.zeros_like(own_q, dtype=torch.promote_types(dtype, torch.float32))
         lse = torch.full_like(own_out[..., 0], -torch.inf)
         its_calls = [
-            (source, one) for source in range(size) for one in calls(part, source, window, own_q, its_k[source])
+            (source, one) for source in range(size) for one in calls(shard, source, window, own_q, its_k[source])
         ]
         for source, call in its_calls:
             mine, its_lse = own_out[call.queries], lse[call.queries]
@@ -161,11 +161,11 @@ def test_packed_tiles_give_plain_attention(size: int, monkeypatch: pytest.Monkey
 
 
 def _calls_of(lengths: list[list[int]], ring: Axis, source: int, batch: int, window: int | None = None) -> list[object]:
-    part = part_of(lengths, SEQ, WHOLE, ring, CPU)
-    assert part is not None
+    shard = sequence_shard(lengths, SEQ, WHOLE, ring, CPU)
+    assert shard is not None
     q = torch.empty(batch, HEADS, SEQ // ring.size, SIZE)
-    first = calls(part, source, window, q, q)
-    assert calls(part, source, window, q, q) is first  # made once for all layers
+    first = calls(shard, source, window, q, q)
+    assert calls(shard, source, window, q, q) is first  # made once for all layers
     return list(first)
 
 
@@ -329,13 +329,13 @@ def test_a_window_of_cudas_kernel_is_that_of_the_formula(compiled: bool) -> None
 def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> None:
     """Their causal tiles are cut (cpu/attention.py); gradients have the type of what they are of."""
     lengths = [[300, 511, 60], [871]]
-    part = part_of(lengths, 871, WHOLE, WHOLE, CPU)
-    assert part is not None
+    shard = sequence_shard(lengths, 871, WHOLE, WHOLE, CPU)
+    assert shard is not None
     q, k, v, grad = _inputs(2, 871)
     errors = []
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, part)
+        out = ContextAttention((WHOLE, WHOLE), window, torch.float32).attend(*leaves, shard)
         got = [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
         assert {x.dtype for x in got} == {dtype}
         wanted = _formula(lengths, window)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.layers.token_layout import Tile, TokenRanges, balance, shards, tile_table, tiles_of, work
+from megazero.layers.token_layout import Tile, TokenRanges, balance, ring_ranges, tile_table, tiles_of, work
 
 RANKS = st.integers(1, 6)
 
@@ -70,16 +70,16 @@ def cells(tile: Tile, window: int | None) -> list[tuple[int, int]]:
     return [(i, j) for i, j in every if 0 <= tile.offset + (i - tile.q_start) - (j - tile.k_start) < reach]
 
 
-# ---- shards
+# ---- ring_ranges
 
 
 @given(ranks_and_lengths)
 def test_every_token_is_on_one_rank_and_every_rank_has_as_many_in_order(drawn: tuple[int, list[int]]) -> None:
     ranks, lengths = drawn
-    parts = [tokens(runs) for runs in shards(lengths, ranks)]
-    assert {len(part) for part in parts} == {sum(lengths) // ranks}
-    assert all(part == sorted(part) for part in parts)
-    assert sorted(token for part in parts for token in part) == [
+    own = [tokens(runs) for runs in ring_ranges(lengths, ranks)]
+    assert {len(row) for row in own} == {sum(lengths) // ranks}
+    assert all(row == sorted(row) for row in own)
+    assert sorted(token for row in own for token in row) == [
         (d, p) for d, length in enumerate(lengths) for p in range(length)
     ]
 
@@ -87,7 +87,7 @@ def test_every_token_is_on_one_rank_and_every_rank_has_as_many_in_order(drawn: t
 @given(ranks_and_lengths)
 def test_rows_are_counted_and_runs_of_a_document_do_not_touch(drawn: tuple[int, list[int]]) -> None:
     ranks, lengths = drawn
-    for sharded in shards(lengths, ranks):
+    for sharded in ring_ranges(lengths, ranks):
         runs = rows_of(sharded)
         assert sharded.documents.tolist() == [document for document, _ in tokens(sharded)]
         assert sharded.positions.tolist() == [position for _, position in tokens(sharded)]
@@ -98,9 +98,9 @@ def test_rows_are_counted_and_runs_of_a_document_do_not_touch(drawn: tuple[int, 
 
 def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ring ranks"):
-        shards([2, 1], 2)
+        ring_ranges([2, 1], 2)
     with pytest.raises(ValueError, match="1 token or more"):
-        shards([2, 0], 2)
+        ring_ranges([2, 0], 2)
 
 
 # ---- tiles
@@ -109,11 +109,12 @@ def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
 @given(ranks_and_lengths, windows)
 def test_a_ranks_tiles_over_the_ring_are_its_work(drawn: tuple[int, list[int]], window: int | None) -> None:
     ranks, lengths = drawn
-    parts = shards(lengths, ranks)
+    of_ranks = ring_ranges(lengths, ranks)
     found = [
-        sum(len(cells(tile, window)) for keys in parts for tile in tiles(queries, keys, window)) for queries in parts
+        sum(len(cells(tile, window)) for keys in of_ranks for tile in tiles(queries, keys, window))
+        for queries in of_ranks
     ]
-    assert found == [work(runs, window) for runs in parts]
+    assert found == [work(runs, window) for runs in of_ranks]
     assert sum(found) == sum(min(p + 1, window or 10**9) for length in lengths for p in range(length))
     assert balance(lengths, ranks, window) == pytest.approx(max(found) * ranks / sum(found))
 
@@ -144,8 +145,8 @@ def test_tiles_of_any_runs_hold_every_visible_pair_once(
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 400))
 def test_a_window_costs_time_that_grows_with_the_window(window: int, ranks: int, length: int) -> None:
-    parts = shards([length * ranks + ranks], ranks)
-    made = [tile for queries in parts for keys in parts for tile in tiles(queries, keys, window)]
+    of_ranks = ring_ranges([length * ranks + ranks], ranks)
+    made = [tile for queries in of_ranks for keys in of_ranks for tile in tiles(queries, keys, window)]
     masked = [tile for tile in made if tile.offset is not None and tile.q_stop - tile.q_start > window]
     assert all(tile.k_stop - tile.k_start <= window for tile in masked)
     area = sum((tile.q_stop - tile.q_start) * (tile.k_stop - tile.k_start) for tile in made)

@@ -205,17 +205,18 @@ def test_what_is_copied_to_a_device_is_what_was_read(
     """On a stand-in for a device, with labels masked beyond the end, documents, and samples cut over two ranks."""
     ring = Axis("cp", tuple(range(cp)), cp - 1)
     share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, ring=ring, documents=documents)
-    device = SimpleNamespace(part_of=share.part_of, documents=documents, device=SimpleNamespace(type="elsewhere"))
+    elsewhere = SimpleNamespace(type="elsewhere")
+    device = SimpleNamespace(sequence_shard=share.sequence_shard, documents=documents, device=elsewhere)
     batches, copied_ = read_batches(_Counting(), 16, count, 2, share), micro_batches._copied
     monkeypatch.setattr(micro_batches, "_copied", lambda tensors, _: copied_(tensors, torch.device("cpu")))
     for read, copied in zip(batches, placed(batches, device, 4), strict=True):
         for name in ("sample_ids", "tokens", "labels"):
             assert torch.equal(getattr(copied, name), getattr(read, name))
-        assert (copied.part is None) == (read.part is None)
-        if read.part is not None:
-            assert torch.equal(copied.part.rows, read.part.rows)
-            assert torch.equal(copied.part.positions, read.part.positions)
-            assert copied.part.plan.documents == read.part.plan.documents
+        assert (copied.shard is None) == (read.shard is None)
+        if read.shard is not None:
+            assert torch.equal(copied.shard.rows, read.shard.rows)
+            assert torch.equal(copied.shard.positions, read.shard.positions)
+            assert copied.shard.plan.documents == read.shard.plan.documents
 
 
 def _record(step: int, val_loss: float | None = None) -> StepRecord:

@@ -186,8 +186,8 @@ def _chunks(config: RunConfig) -> int:
 
 def _rule_kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
     """On CUDA, attention over sequence shards or documents uses flash attention in 16 bits, which limits head sizes."""
-    size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
-    if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
+    size, has_shards = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
+    if has_shards and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
         rule = f"must be a multiple of 8 on CUDA, with parallel.cp or data.document_mask: a head has {size} elements"
         yield Problem("model.head_dim", config.model.head_dim, rule, nearest_text(nearest_multiples(size, 8)))
 

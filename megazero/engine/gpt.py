@@ -71,8 +71,8 @@ class Engine(StepEngine):
             return
         seq_len, device = self.config.model.seq_len, self.state.device
         tokens = torch.zeros(seq_len, samples, dtype=torch.int64, device=device)
-        part = self.share.part_of([[seq_len]] * samples if self.share.documents else None, seq_len)
-        batches = [self.share.cut(torch.arange(samples, device=device), tokens, tokens, part)] * count
+        shard = self.share.sequence_shard([[seq_len]] * samples if self.share.documents else None, seq_len)
+        batches = [self.share.cut(torch.arange(samples, device=device), tokens, tokens, shard)] * count
         schedule, unit_gradient = self._executor_of(batches, trains=True).schedule, torch.ones((), device=device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self.state.traffic.uncounted():
             for trains in (True, False) if evaluates else (True,):

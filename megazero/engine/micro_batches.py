@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import gather_objects
 from megazero.data.sampler import Stream
-from megazero.layers.sample_part import SamplePart, part_of
+from megazero.layers.sequence_shard import SequenceShard, sequence_shard
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis, ParallelState
@@ -48,9 +48,9 @@ class BatchShare:
     documents: bool = False
     multiple: int = 1
 
-    def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
+    def sequence_shard(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SequenceShard | None:
         """Return this rank's shard of the samples of a micro-batch; None if it has whole samples of one document each.
-        For the arguments see `layers.sample_part.part_of`.
+        For the arguments see `layers.sequence_shard.sequence_shard`.
 
         Raises:
             ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
@@ -59,13 +59,13 @@ class BatchShare:
             raise ValueError("lengths of documents are given where data.document_mask = true, and only there")
         if lengths is None and self.ulysses.size * self.ring.size == 1:
             return None
-        return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
+        return sequence_shard(lengths, seq_len, self.ulysses, self.ring, self.device)
 
-    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
+    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, shard: SequenceShard | None) -> MicroBatch:
         """Cut this rank's micro-batch out of whole samples.  tokens, labels: [seq, batch]."""
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
+        if shard is not None:
+            tokens, labels = shard.cut(tokens), shard.cut(labels)
+        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, shard)
 
 
 def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
@@ -85,7 +85,7 @@ def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
                 if tensor.dim() != 2 or tensor.shape[0] > seq_len or tensor.shape[1] != samples or len(shapes) > 1:
                     raise ValueError(
                         f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
-                        f"must be [{seq_len}, {samples}], this rank's part of [seq, batch] (engine.share.cut)"
+                        f"must be [{seq_len}, {samples}], this rank's shard of [seq, batch] (engine.share.cut)"
                     )
     sizes = {batch.sample_ids.numel() for batch in batches}
     if len(sizes) != 1:
@@ -99,11 +99,11 @@ def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) ->
 
     Raises: ValueError, on every rank.
     """
-    own = [None if batch.part is None else batch.part.plan.documents for batch in batches]
+    own = [None if batch.shard is None else batch.shard.plan.documents for batch in batches]
     found = set(gather_objects((state.at.dp, tuple(own)), state.world))
     if len(found) > state.dp.size:
-        hint = "on all ranks of one index of dp, give `BatchShare.part_of` the same lengths. No weight was changed"
-        raise ValueError(f"ranks that share the samples of a micro-batch were given other documents; {hint}")
+        hint = "give `BatchShare.sequence_shard` the same lengths on all ranks of one dp index. No weight was changed"
+        raise ValueError(f"ranks that share the samples of a micro-batch were given different documents; {hint}")
 
 
 def read_on_host(
@@ -129,9 +129,9 @@ def read_on_host(
     def cut(start: int) -> MicroBatch:
         which = slice(start, start + micro_batch_size)
         lengths = [each for each, _ in documents[which]] if share.documents else None
-        part = share.part_of(lengths, stream.seq_len)
+        shard = share.sequence_shard(lengths, stream.seq_len)
         if samples is None:
-            return MicroBatch(sample_ids[which], part=part)
+            return MicroBatch(sample_ids[which], shard=shard)
         whole = np.ascontiguousarray(samples[which].T)
         tokens, labels = whole[:-1], whole[1:]
         real = max(end - (own + start), 0)
@@ -140,7 +140,7 @@ def read_on_host(
             labels[:, real:] = IGNORED_LABEL
             for sample, places in enumerate(crossing[which]):
                 labels[places, sample] = IGNORED_LABEL
-        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), part)
+        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), shard)
 
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
 
@@ -153,12 +153,13 @@ def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[M
         _copied([getattr(batch, name) for batch in batches], share.device)
         for name in ("sample_ids", "tokens", "labels")
     )
-    parts: Sequence[SamplePart | None] = [None if share.documents else share.part_of(None, seq_len)] * len(batches)
+    whole = None if share.documents else share.sequence_shard(None, seq_len)
+    shards: Sequence[SequenceShard | None] = [whole] * len(batches)
     if share.documents:
-        own = [batch.part for batch in batches if batch.part is not None]
+        own = [batch.shard for batch in batches if batch.shard is not None]
         rows, positions = (_copied([getattr(p, name) for p in own], share.device) for name in ("rows", "positions"))
-        parts = [replace(part, rows=r, positions=p) for part, r, p in zip(own, rows, positions, strict=True)]
-    return list(map(MicroBatch, ids, tokens, labels, parts))
+        shards = [replace(shard, rows=r, positions=p) for shard, r, p in zip(own, rows, positions, strict=True)]
+    return list(map(MicroBatch, ids, tokens, labels, shards))
 
 
 def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from megazero.comm.backend import storage_of
 from megazero.layers.heads import HeadNorm, Heads, SharedKVHead, WidthNorm
 from megazero.layers.linear import RowParallelLinear
-from megazero.layers.sample_part import SamplePart, TokenLayout
+from megazero.layers.sequence_shard import SequenceShard, TokenLayout
 
 if TYPE_CHECKING:
     from megazero.layers.recompute import Tape
@@ -78,14 +78,14 @@ class AttentionKernel(Protocol):
     """Causal attention for the heads of one rank.  The implementation is chosen when the model is built."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None = None, *, tape: Tape | None = None
     ) -> Tensor:
         """Attend from each query to the earlier tokens of its document.
 
         Args:
             q: [batch, heads, seq, size].
             k, v: [batch, kv heads, seq, size].
-            part: the position of each token in its sample and document; None if each sample is whole and a single
+            shard: the position of each token in its sample and document; None if each sample is whole and a single
                 document.
             tape: records or replays the kernel's results.
 
@@ -97,17 +97,17 @@ class AttentionKernel(Protocol):
 class CausalAttention:
     """An `AttentionKernel` for whole samples, each of which is a single document."""
 
-    knows_parts = True  # it rejects them
+    supports_shards = True  # it rejects them
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None = None, *, tape: Tape | None = None
     ) -> Tensor:
         """Attend from each token to the earlier tokens of its sample.
 
-        Raises: ValueError: the micro-batch has sample parts or several documents per sample.
+        Raises: ValueError: the micro-batch has sequence shards or several documents per sample.
         """
-        if part is not None:
-            hint = "it knows neither documents nor parts of samples"
+        if shard is not None:
+            hint = "it supports neither documents nor sequence shards"
             raise ValueError(f"this attention was built without `context`: {hint}")
         return self.whole(q, k, v, tape)
 
@@ -126,37 +126,37 @@ class RotaryEmbedding:
         frequencies: the rotary frequencies of a head, one per pair of elements.
         seq_len: number of tokens of a whole sample.
         device: the device of the tables.
-        by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are then made only when a
+        has_shards: every micro-batch has a `SequenceShard`; tables of positions 0 ... seq_len - 1 are then made only when a
             micro-batch without one arrives.
 
     Attributes:
-        held: the storages of the tables of `SamplePart`s; each lives as long as its part.
+        held: the storages of the tables of `SequenceShard`s; each lives as long as its shard.
     """
 
     def __init__(
-        self, frequencies: RotaryFrequencies, seq_len: int, device: torch.device, *, by_parts: bool = False
+        self, frequencies: RotaryFrequencies, seq_len: int, device: torch.device, *, has_shards: bool = False
     ) -> None:
         self._amplitude, self._on_device = frequencies.amplitude, frequencies.radians.to(device)
         # The tables of whole samples are computed on the host, so that every device gets the same bits.
         self._frequency = self._on_device if device.type == "meta" else frequencies.radians
         self._seq_len, self._device = seq_len, device
-        # The part must not own its tables: the part of whole samples outlives the model.
-        self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        # The shard must not own its tables: the shard of whole samples outlives the model.
+        self._of_shards: WeakKeyDictionary[SequenceShard, tuple[Tensor, Tensor]] = WeakKeyDictionary()
         self.held: set[int] = set()
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
-        if not by_parts:
+        if not has_shards:
             self._hold_all()
 
-    def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
+    def rotate(self, x: Tensor, shard: SequenceShard | None = None) -> Tensor:
         """Rotate queries or keys by their positions, in fp32.  [batch, heads, seq, head_size], unchanged in shape.
 
-        `part`: gives the positions; None for 0, 1, 2, ...
+        `shard`: gives the positions; None for 0, 1, 2, ...
         """
         low, high = x.chunk(2, dim=-1)
         rotated = torch.cat([-high, low], dim=-1)
-        if part is not None:
-            cos, sin = uncompiled(self.tables_of)(part)
+        if shard is not None:
+            cos, sin = uncompiled(self.tables_of)(shard)
             return (x * cos + rotated * sin).to(x.dtype)
         held = self.cos, self.sin
         cos, sin = uncompiled(self._hold_all)() if held[0] is None or held[1] is None else (held[0], held[1])
@@ -164,15 +164,15 @@ class RotaryEmbedding:
             cos, sin = cos[:seq], sin[:seq]
         return (x * cos + rotated * sin).to(x.dtype)
 
-    def tables_of(self, part: SamplePart) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of a part's positions, [1 or batch, 1, seq, head_size].  Computed once for all layers."""
-        if part not in self._of_parts:
+    def tables_of(self, shard: SequenceShard) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a shard's positions, [1 or batch, 1, seq, head_size].  Computed once for all layers."""
+        if shard not in self._of_shards:
             with torch.inference_mode(False):  # an evaluation may be the first caller
-                self._of_parts[part] = tables = self._tables(part.positions.t().unsqueeze(1), self._on_device)
+                self._of_shards[shard] = tables = self._tables(shard.positions.t().unsqueeze(1), self._on_device)
             storages = set(map(storage_of, tables))
             self.held |= storages
-            finalize(part, self.held.difference_update, storages)
-        return self._of_parts[part]
+            finalize(shard, self.held.difference_update, storages)
+        return self._of_shards[shard]
 
     def _hold_all(self) -> tuple[Tensor, Tensor]:
         positions = torch.arange(self._seq_len, device=self._frequency.device)
@@ -195,14 +195,14 @@ class NeighbourRotary(RotaryEmbedding):
     It returns queries and keys with the even elements of each head before the odd ones.  Their products do not change.
     """
 
-    def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
-        return super().rotate(rearrange(x, "... (pairs two) -> ... (two pairs)", two=2), part)
+    def rotate(self, x: Tensor, shard: SequenceShard | None = None) -> Tensor:
+        return super().rotate(rearrange(x, "... (pairs two) -> ... (two pairs)", two=2), shard)
 
 
 class NoRotation:
     """Used in place of a `RotaryEmbedding` if positions are learned."""
 
-    def rotate(self, x: Tensor, _: SamplePart | None = None) -> Tensor:
+    def rotate(self, x: Tensor, _: SequenceShard | None = None) -> Tensor:
         """Return x unchanged."""
         return x
 
@@ -248,8 +248,8 @@ class AttentionCore(nn.Module):
         qk, v = (rearrange(x, "s b (h d) -> s b h d", d=self.heads.size) for x in (qk, v))
         qk = self.head_norm(qk)  # before the transpose: attention's output has the memory layout of q
         qk, v = (rearrange(x, "s b h d -> b h s d") for x in (qk, v))
-        q, k = self.rope.rotate(qk, layout.part).split(self._q_and_k, dim=1)
-        out = self.kernel.attend(q, k, v.contiguous() if self.copies_v else v, layout.part, tape=self.tape)
+        q, k = self.rope.rotate(qk, layout.shard).split(self._q_and_k, dim=1)
+        out = self.kernel.attend(q, k, v.contiguous() if self.copies_v else v, layout.shard, tape=self.tape)
         return rearrange(out, "b h s d -> s b (h d)")
 
 
@@ -267,11 +267,11 @@ class Attention(nn.Module):
         self.qkv, self.out, self.core = qkv, out, core
 
     @property
-    def knows_parts(self) -> bool:
-        """Whether the kernel either handles or rejects sample parts and documents.  A script's own kernel may ignore
-        them.
+    def supports_shards(self) -> bool:
+        """Whether the kernel either handles or rejects sequence shards and documents.  A script's own kernel may
+        ignore them.
         """
-        return bool(getattr(self.core.kernel, "knows_parts", False))
+        return bool(getattr(self.core.kernel, "supports_shards", False))
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return self.out(self.core(self.qkv(x), layout))

@@ -237,7 +237,7 @@ def packs_tiles(q: Tensor) -> bool:
         return False
     if q.shape[-1] % 8:
         raise ValueError(
-            f"attention to parts of samples or to documents needs a head size that is a multiple of 8 on CUDA: got "
+            f"attention to sequence shards or documents needs a head size that is a multiple of 8 on CUDA: got "
             f"{q.shape[-1]}; set model.head_dim to {q.shape[-1] + -q.shape[-1] % 8}, or run with whole samples and cp = 1"
         )
     return True

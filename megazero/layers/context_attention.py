@@ -42,13 +42,14 @@ from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequen
 from megazero.layers.attention import CausalAttention, uncompiled
 from megazero.layers.attention_kernels import TileKernel, activate_newest_flash_attention, merge, tile_kernel, windowed
 from megazero.layers.recompute import WHOLE, Tape
-from megazero.layers.sample_part import SamplePart, whole_samples
 from megazero.layers.saved_tensors import refuse_second_derivative
+from megazero.layers.sequence_shard import SequenceShard, whole_samples
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.layers.token_layout import HeadPiece, head_pieces
 from megazero.parallel_state import Axis
 
-_KeyPart: TypeAlias = tuple[Rows, *tuple[Tensor, ...]]  # of a call: index of its keys; gradients of keys and of values
+#: Of a call: the index of its keys, and their gradients: those of keys and those of values.
+_CallGradients: TypeAlias = tuple[Rows, *tuple[Tensor, ...]]
 _EVERY_HEAD = slice(None)
 
 
@@ -66,13 +67,13 @@ class Ring:
         self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
         self.tiles = tiles
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> tuple[Tensor, Tensor]:
         """Attend from this rank's queries to the keys of all ring ranks.
 
         Args:
             q: [batch, heads, seq of a ring rank, size].
             k, v: [batch, kv heads, seq of a ring rank, size].
-            part: the position of each token in its sample and document.
+            shard: the position of each token in its sample and document.
 
         Returns:
             out with the shape of q, and the log-sum-exp of each query, [batch, heads, seq], in fp32 (fp64 if q is
@@ -80,7 +81,7 @@ class Ring:
         """
         result: _Merged | None = None
         for source, keys, values in _visits(k, v, self.axis):
-            for call in self._calls(part, source, q, k):
+            for call in self._calls(shard, source, q, k):
                 found = call.forward(q, keys, values)
                 if result is None and found[0].shape == q.shape:
                     result = _Merged(*found)
@@ -91,8 +92,8 @@ class Ring:
             raise ValueError("no query sees a key")
         return result.out.to(q.dtype), result.lse
 
-    def _calls(self, part: SamplePart, source: int, q: Tensor, k: Tensor) -> list[Call]:
-        return calls(part, source, self.window, q, k, self.tiles)
+    def _calls(self, shard: SequenceShard, source: int, q: Tensor, k: Tensor) -> list[Call]:
+        return calls(shard, source, self.window, q, k, self.tiles)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
         """Return an accumulator for the gradients of these keys and values, to be passed to `backward`."""
@@ -106,7 +107,7 @@ class Ring:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: SamplePart,
+        shard: SequenceShard,
         of_keys: KeyGradients,
     ) -> Tensor:
         """Return the gradient of q, and add the gradients of k and v to `of_keys`.
@@ -133,14 +134,14 @@ class Ring:
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
-            for call in self._calls(part, here, its_q, its_k):
+            for call in self._calls(shard, here, its_q, its_k):
                 found = gradients(call, heads.queries, its_grad, its_q, its_k, its_v, its_out, its_lse)
                 for sums, of_own in zip(of_keys.own(heads.keys), found, strict=True):
                     sums.add(call.keys, of_own)
                 del found, of_own
 
         def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
-            its_calls, given = self._calls(part, source, q, k), (grad, q, keys, values, out, lse)
+            its_calls, given = self._calls(shard, source, q, k), (grad, q, keys, values, out, lse)
             of_keys.add_and_pass_on([(call.keys, *gradients(call, _EVERY_HEAD, *given)) for call in its_calls])
 
         for arrival in _visits(k, v, self.axis):
@@ -192,15 +193,15 @@ class _Sum:
         self._like = like
         self._total: Tensor | None = None
 
-    def add(self, rows: Rows, part: Tensor, heads: slice = _EVERY_HEAD) -> None:
+    def add(self, rows: Rows, term: Tensor, heads: slice = _EVERY_HEAD) -> None:
         """Add a contribution to some rows of some heads."""
-        if self._total is None and part.shape == self._like.shape:
-            self._total = part
+        if self._total is None and term.shape == self._like.shape:
+            self._total = term
             return
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=fp32_or_wider(self._like))
         self._total = self._total.to(fp32_or_wider(self._like))
-        self._total[:, heads][rows] += part
+        self._total[:, heads][rows] += term
 
     def total(self) -> Tensor:
         """Return the sum in the type of the tensor."""
@@ -252,15 +253,15 @@ class KeyGradients:
         """Return the sums for the gradients, from this rank's queries, of some heads of its own keys and values."""
         return self._own.setdefault((heads.start, heads.stop), [_Sum(x[:, heads]) for x in self._own_keys])
 
-    def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
+    def add_and_pass_on(self, found: list[_CallGradients]) -> None:
         """Add this rank's gradients for another rank's keys and values to those that arrived, and send the sum on."""
         self._pending.wait()
         if self._arriving is None:
             k, _ = self._own_keys
             self._arriving = k.new_zeros((2, *k.shape), dtype=self._dtype)
-        for seen, *of_tile in parts:
-            for travelling, part in zip(self._arriving, of_tile, strict=True):
-                travelling[seen] += part
+        for seen, *of_call in found:
+            for travelling, gradient in zip(self._arriving, of_call, strict=True):
+                travelling[seen] += gradient
         free = torch.empty_like(self._arriving) if self._leaving is None else self._leaving
         self._pending = ring_shift(free, self._arriving, self._ring)
         self._leaving, self._arriving = self._arriving, free
@@ -278,9 +279,9 @@ class KeyGradients:
         return dk, dv
 
 
-_MISSING_PART = (
-    "a micro-batch without `part` in a run whose samples are cut over parallel.cp, or hold documents (data.document_mask); "
-    "make it with BatchShare.part_of, and give it the tokens and labels that `part.cut` leaves"
+_MISSING_SHARD = (
+    "a micro-batch without `shard`, but parallel.cp splits samples or data.document_mask separates documents; "
+    "make one with BatchShare.sequence_shard, and cut tokens and labels with `shard.cut`"
 )
 _MOST_PIECES = 4  # attention waits for the first 1/4 of the exchange
 _LEAST_CUDA_ROWS = 1 << 15  # minimum rows of queries in a piece: 256 flash-attention blocks fill all multiprocessors
@@ -296,7 +297,7 @@ class ContextAttention:
         on_cuda: whether the run computes on CUDA; the tensors of a plan do not tell.
     """
 
-    knows_parts = True
+    supports_shards = True
 
     def __init__(
         self, axes: tuple[Axis, Axis], window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
@@ -315,30 +316,30 @@ class ContextAttention:
         return other
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None = None, *, tape: Tape | None = None
     ) -> Tensor:
         """Attend from this rank's tokens to all tokens of their documents.
 
         Args:
             q: [batch, heads, seq of the rank, size].
             k, v: [batch, kv heads, seq of the rank, size].
-            part: the position of each token in its sample and document.
+            shard: the position of each token in its sample and document.
             tape: records or replays the results.
 
         Returns: the shape of q.
 
-        Raises: ValueError: the part belongs to other samples, or keys and values do not fit the queries.
+        Raises: ValueError: the shard belongs to other samples, or keys and values do not fit the queries.
         """
-        if part is None:
-            raise ValueError(_MISSING_PART)
-        return uncompiled(self._attend)(q, k, v, part, tape)
+        if shard is None:
+            raise ValueError(_MISSING_SHARD)
+        return uncompiled(self._attend)(q, k, v, shard, tape)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, tape: Tape | None) -> Tensor:
-        rows, samples = part.rows.shape
-        if q.shape[2] != rows or not part.is_of(q.shape[0]):
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, tape: Tape | None) -> Tensor:
+        rows, samples = shard.rows.shape
+        if q.shape[2] != rows or not shard.fits(q.shape[0]):
             raise ValueError(
-                f"a micro-batch's `part` must be of its own samples: got {q.shape[0]} samples of {q.shape[2]} tokens on "
-                f"this rank, and a part of {samples} samples of {rows} tokens"
+                f"a micro-batch's `shard` must belong to its samples: got {q.shape[0]} samples of {q.shape[2]} tokens on "
+                f"this rank, and a shard of {samples} samples of {rows} tokens"
             )
         heads, kv_heads = q.shape[1], max(k.shape[1], 1)
         fits = k.shape == v.shape == (q.shape[0], kv_heads, *q.shape[2:]) and q.dtype == k.dtype == v.dtype
@@ -352,7 +353,7 @@ class ContextAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if k.shape[1] < self.ulysses.size:  # ranks share a kv head; autograd sums their gradients
             k, v = (x.repeat_interleave(self.ulysses.size // x.shape[1], dim=1) for x in (k, v))
-        out: Tensor = _Attention.apply(q, k, v, self, part, tape)
+        out: Tensor = _Attention.apply(q, k, v, self, shard, tape)
         return out
 
     def pieces(self, q: Tensor, k: Tensor) -> list[HeadPiece]:
@@ -416,24 +417,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, part: SamplePart, tape: Tape | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, shard: SequenceShard, tape: Tape | None
     ) -> Tensor:
         ulysses, pieces = attention.ulysses, attention.pieces(q, k)
         results, saved, keys = SequenceForHeads(ulysses, q.shape[1] // ulysses.size), list[Tensor](), (k, v)
         for piece in _exchanged(pieces, q, k, v, ulysses):
             keys = piece.keys or keys
-            compute = partial(attention.ring.forward, piece.q, *keys, part)
+            compute = partial(attention.ring.forward, piece.q, *keys, shard)
             out, lse = compute() if tape is None else tape.through(compute)
             saved += (*(piece.keys or ()), piece.q, out, lse)
             results.start(out, piece.heads.queries)
         ctx.save_for_backward(*saved)
-        ctx.attention, ctx.part, ctx.pieces, ctx.kv_heads = attention, part, pieces, k.shape[1] // ulysses.size
+        ctx.attention, ctx.shard, ctx.pieces, ctx.kv_heads = attention, shard, pieces, k.shape[1] // ulysses.size
         return results.result().detach()  # autograd attaches the graph to this tensor; the tape's tensor has no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention over ranks or documents")
-        ulysses, ring, kv_heads, part = ctx.attention.ulysses, ctx.attention.ring, ctx.kv_heads, ctx.part
+        ulysses, ring, kv_heads, shard = ctx.attention.ulysses, ctx.attention.ring, ctx.kv_heads, ctx.shard
         saved = deque(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # free each after its use, before all gradients have arrived
         grads = deque(start_heads_for_sequence(grad, ulysses, piece.queries) for piece in ctx.pieces)
@@ -444,7 +445,7 @@ class _Attention(torch.autograd.Function):
             its_grad, pending = grads.popleft()
             pending.wait()
             q, out, lse = saved.popleft(), saved.popleft(), saved.popleft()
-            return ring.backward(its_grad, q, k, v, out, lse, part, of_keys)
+            return ring.backward(its_grad, q, k, v, out, lse, shard, of_keys)
 
         def use_all(keys: slice, sharing: Iterable[HeadPiece]) -> None:
             k, v = saved.popleft(), saved.popleft()

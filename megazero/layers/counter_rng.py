@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # two's complement of the 64-bit constants, as torch has int64 only
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -145,10 +145,10 @@ class Dropout(nn.Module):
         seq, _, hidden = shape
         ids = layout.sample_ids
         first = self.seq_part * seq
-        if layout.part is None:
+        if layout.shard is None:
             place = (torch.arange(seq, device=ids.device) + first).unsqueeze(1)
         else:
-            place = layout.part.rows[first : first + seq]
+            place = layout.shard.rows[first : first + seq]
         row = ids * self.seq_len + place
         index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=ids.device)
         return keep_mask(self.key, index, self.p)

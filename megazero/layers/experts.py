@@ -31,8 +31,8 @@ from megazero.comm.autograd import exchange_rows
 from megazero.comm.collectives import Pending, all_reduce, all_to_all
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import MLP, Gated
-from megazero.layers.sample_part import TokenLayout
 from megazero.layers.saved_tensors import refuse_second_derivative
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import ParamSpec, buffer_spec, drawn_parameter
 from megazero.parallel_state import Axis
 

@@ -22,7 +22,7 @@ from megazero.layers.attention import AttentionCore, AttentionKernel, RotaryEmbe
 from megazero.layers.heads import Heads
 from megazero.layers.linear import ColumnParallelLinear
 from megazero.layers.norm import RMSNorm
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.parallel_state import Axis
 
 #: Queries [seq, batch, heads * (nope + rope)], keys | values of each head [seq, batch, heads * (nope + v)], and the key of
@@ -97,12 +97,12 @@ class LatentCore(AttentionCore):
     def forward(self, projected: Any, layout: TokenLayout) -> Tensor:
         nope, rope, size, scale = self.head
         q, kv = (rearrange(x, "s b (h d) -> b h s d", h=self.heads.queries) for x in projected[:2])
-        k_rope = self.rope.rotate(rearrange(projected[2], "s b d -> b 1 s d"), layout.part)
+        k_rope = self.rope.rotate(rearrange(projected[2], "s b d -> b 1 s d"), layout.shard)
         q_nope, q_rope = q.split([nope, rope], dim=-1)
         k_nope, v = kv.split([nope, size], dim=-1)
-        q = torch.cat([q_nope, self.rope.rotate(q_rope, layout.part)], dim=-1)
+        q = torch.cat([q_nope, self.rope.rotate(q_rope, layout.shard)], dim=-1)
         k = torch.cat([k_nope, k_rope.expand(-1, self.heads.queries, -1, -1)], dim=-1)
         v = F.pad(v, (0, nope + rope - size))
         q = q if scale == 1.0 else q * scale
-        out = self.kernel.attend(q, k, v, layout.part, tape=self.tape)
+        out = self.kernel.attend(q, k, v, layout.shard, tape=self.tape)
         return rearrange(out[..., :size], "b h s d -> s b (h d)")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp
 from megazero.layers.counter_rng import Dropout
-from megazero.layers.sample_part import TokenLayout
 from megazero.layers.saved_tensors import refuse_second_derivative
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
 from megazero.parallel_state import Axis
 

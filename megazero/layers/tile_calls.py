@@ -38,7 +38,7 @@ from megazero.layers.attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
-from megazero.layers.sample_part import SamplePart, copied_to
+from megazero.layers.sequence_shard import SequenceShard, copied_to
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tiles_of
 
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # index into [batch, heads, seq, ...]
@@ -51,14 +51,14 @@ _TORCHS = TileKernel()
 
 
 def calls(
-    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, kernel: TileKernel = _TORCHS
+    shard: SequenceShard, source: int, window: int | None, q: Tensor, k: Tensor, kernel: TileKernel = _TORCHS
 ) -> list[Call]:
     """Return the kernel calls for this rank's queries over the keys of ring rank `source`.
 
     The calls are made once and reused by all layers.
 
     Args:
-        part: the tokens of the samples that this rank holds.
+        shard: the tokens of the samples that this rank holds.
         source: the ring rank that owns the keys.
         window: how many positions a query sees, including its own; None for no window.
         q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device decide which kernel is used.
@@ -69,14 +69,14 @@ def calls(
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
 
     def make() -> list[Call]:
-        tables = part.plan.tables(source, window, masked=where is None)
+        tables = shard.plan.tables(source, window, masked=where is None)
         if where is not None:
             return _few_calls(tables, window, *where, separates_long=takes_cudnn(q, k))
         one_by_one = _one_by_one(tables, window)
-        return [part for tile in one_by_one for part in tile.in_parts(kernel, q, k)]
+        return [call for tile in one_by_one for call in tile.calls_of(kernel, q, k)]
 
     shape = where or (q.shape[1], k.shape[1], q.dtype)
-    return part.derived((calls, source, window, type(kernel), shape), make)
+    return shard.derived((calls, source, window, type(kernel), shape), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ class OneTile:
     def keys(self) -> Rows:
         return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
 
-    def in_parts(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
+    def calls_of(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
         """Split this tile into the calls that a kernel needs for it."""
-        parts = kernel.cut(self.tile, self.window, q, k)
-        return [replace(self, tile=tile, kernel=kernel, heads=piece) for tile, piece in parts]
+        cuts = kernel.cut(self.tile, self.window, q, k)
+        return [replace(self, tile=tile, kernel=kernel, heads=heads) for tile, heads in cuts]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         given = q[self.queries], k[self.keys], v[self.keys]
@@ -224,9 +224,9 @@ def _cut(x: Tensor, sample: int, start: int, tile: Tile) -> Tensor:
     return F.pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2) if missing else rows
 
 
-def _fill(whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], sample: int, start: int, rows: int) -> None:
-    for tensor, part in zip(whole, parts, strict=True):
-        tensor[sample, :, start : start + rows] = part[0, :, :rows]
+def _fill(whole: tuple[Tensor, ...], results: tuple[Tensor, ...], sample: int, start: int, rows: int) -> None:
+    for tensor, result in zip(whole, results, strict=True):
+        tensor[sample, :, start : start + rows] = result[0, :, :rows]
 
 
 def _packed(x: Tensor, rows: Rows) -> Tensor:
@@ -321,7 +321,7 @@ def _sights(table: Ints, window: int | None) -> Ints:
     """Return the `Sight` of each tile, [tiles, 2].
 
     The queries and keys of a tile are of the same range of tokens, or of two ranges that share no position (see
-    `shards`). So either the last query is at the position of the last key, or every query sees the last key.  Tiles of
+    `ring_ranges`). So either the last query is at the position of the last key, or every query sees the last key.  Tiles of
     the first kind share one call: a tile that the window does not cut, and a tile of one query and one key, get the
     numbers of the others.
     """

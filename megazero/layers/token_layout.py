@@ -9,7 +9,7 @@ Every document is cut into 2 * ranks chunks with lengths that differ by at most 
 chunk sees the same number, so ranks have equal work whatever the lengths of the documents.
 
 In a document of 2 * ranks * n + m tokens, m chunks have one token more than the others; if n is 0, the others are
-empty. Which chunks are longer varies from document to document (`Shards`), so that all ranks hold equally many tokens.
+empty. Which chunks are longer varies from document to document (`RingRanges`), so that all ranks hold equally many tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TokenRanges:
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class RingRanges:
     """The token ranges of every ring rank for a sample of documents.  The ranges of a rank are computed on request.
 
     Each document leaves m < 2 * ranks remaining tokens, which go to m chunks, one token each.  The chunks receive them
@@ -116,7 +116,7 @@ class Shards:
         return border(chunk), border(chunk + 1)
 
 
-def shards(lengths: Sequence[int], ranks: int) -> Shards:
+def ring_ranges(lengths: Sequence[int], ranks: int) -> RingRanges:
     """Compute the token ranges of each ring rank for a sample of documents of these lengths.
 
     Raises: ValueError: the number of tokens is not divisible by `ranks`, or a document is empty.
@@ -131,7 +131,7 @@ def shards(lengths: Sequence[int], ranks: int) -> Shards:
     longest = np.argsort(-length, kind="stable")
     first = np.empty_like(length)
     first[longest] = (left[longest].cumsum() - left[longest]) % (2 * ranks)
-    return Shards(ranks, length, first)
+    return RingRanges(ranks, length, first)
 
 
 @lru_cache
@@ -311,7 +311,7 @@ def work(runs: TokenRanges, window: int | None = None) -> int:
 
 def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> float:
     """Compute the load imbalance of a ring: the pairs of the busiest rank divided by the mean over ranks."""
-    pairs_of_ranks = [work(runs, window) for runs in shards(lengths, ranks)]
+    pairs_of_ranks = [work(runs, window) for runs in ring_ranges(lengths, ranks)]
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
 
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence, reduce_from_tp, scatter_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products, unchanged
-from megazero.layers.sample_part import TokenLayout
 from megazero.layers.saved_tensors import refuse_second_derivative
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -138,9 +138,9 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         first = self.part * x.shape[0]
-        if layout.part is None:
+        if layout.shard is None:
             return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
-        return x + F.embedding(layout.part.positions[first : first + x.shape[0]], self.weight)
+        return x + F.embedding(layout.shard.positions[first : first + x.shape[0]], self.weight)
 
 
 #: Label of a token that does not count towards the loss (torch's convention).

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.models.activation_config import Region
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import Block, branch_parts

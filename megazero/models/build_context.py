@@ -227,8 +227,8 @@ class BuildContext:
         return Residual(self.model.residual_multiplier, self.dropout(site) if self.model.dropout else None)
 
 
-def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
-    """Check that every block handles parts of samples and documents.  Other blocks would attend as if samples were
+def check_supports_shards(blocks: Iterable[nn.Module], family: str) -> None:
+    """Check that every block supports sequence shards and documents.  Other blocks would attend as if samples were
     whole.
 
     A block declares this by its `attention`, or if it has none, by any of its modules.
@@ -237,9 +237,9 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
     """
     for block in blocks:
         own = getattr(block, "attention", None)
-        if not any(map(_knows_parts, block.modules() if own is None else (getattr(own, "_orig_mod", own),))):
+        if not any(map(_supports_shards, block.modules() if own is None else (getattr(own, "_orig_mod", own),))):
             which = "no module" if own is None else f"the attention, {type(own).__name__},"
-            rule = f"{which} of its {type(block).__name__} says `knows_parts = True`: cp and data.document_mask need it"
+            rule = f"{which} of its {type(block).__name__} says `supports_shards = True`: cp and data.document_mask need it"
             hint = (
                 "attend with `BuildContext.attention`, or say this in the class that defines `forward` and asks its "
                 "`TokenLayout` for positions and `BuildContext.context` to attend"
@@ -247,13 +247,13 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
             raise ConfigError([Problem("model.family", family, rule, hint)])
 
 
-def _knows_parts(module: nn.Module) -> bool:
-    """Whether the module declares `knows_parts` where its `forward` is defined: in the instance, its class or a base
+def _supports_shards(module: nn.Module) -> bool:
+    """Whether the module declares `supports_shards` where its `forward` is defined: in the instance, its class or a base
     class.
     """
     for owner in (module, *type(module).__mro__):
-        if "knows_parts" in vars(owner):
-            return bool(module.knows_parts)
+        if "supports_shards" in vars(owner):
+            return bool(module.supports_shards)
         if "forward" in vars(owner):
             break
     return False

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megazero.layers.sample_part import SamplePart, TokenLayout
+from megazero.layers.sequence_shard import SequenceShard, TokenLayout
 from megazero.layers.vocabulary import Logits, PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazero.models.activation_config import Region
-from megazero.models.build_context import BuildContext, check_knows_parts
+from megazero.models.build_context import BuildContext, check_supports_shards
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 
@@ -31,18 +31,18 @@ class MicroBatch:
         tokens: int64 [seq, batch]; None on stages without the embedding.
         labels: int64 [seq, batch]; None on stages where neither head nor routers need them, and to get logits instead
             of a loss.
-        part: says which tokens of the samples these are; None for whole samples of one document each.
+        shard: says which tokens of the samples these are; None for whole samples of one document each.
     """
 
     sample_ids: Tensor
     tokens: Tensor | None = None
     labels: Tensor | None = None
-    part: SamplePart | None = None
+    shard: SequenceShard | None = None
 
     @property
     def layout(self) -> TokenLayout:
         """Return the layout of the micro-batch's tokens, for the layers."""
-        return TokenLayout(self.sample_ids, self.part, self.labels)
+        return TokenLayout(self.sample_ids, self.shard, self.labels)
 
 
 class Block(nn.Module):
@@ -92,9 +92,10 @@ class Block(nn.Module):
         self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], *rest: nn.Module
     ) -> dict[Region, list[nn.Module]]:
         """Build the result of `regions`.  `rest`: further modules that a recomputed block runs again."""
+        activation = getattr(self.mlp, "activation", None)
         return {
             "norms": [self.attention_norm, self.mlp_norm],
-            "activation": [part for part in branch_parts(self.mlp)[0] if part is getattr(self.mlp, "activation", None)],
+            "activation": [module for module in branch_parts(self.mlp)[0] if module is activation],
             "attention": attention,
             "residual": residual,
             "mlp": mlp,
@@ -212,7 +213,7 @@ class GPTStage(nn.Module):
         self.layers = layout.layers
         self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
         if context.context is not None:
-            check_knows_parts(self.blocks, context.model.family)
+            check_supports_shards(self.blocks, context.model.family)
         shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
         self.head = family.head(context, shared) if layout.has_head else None
 

@@ -94,7 +94,7 @@ def save_by_policy(
         hooks = None
         if offload is not None:
             offload.stay(_tables(block))
-            offload.shared |= {id(held): held for held in _tables_of_parts(block)}
+            offload.shared |= {id(held): held for held in _rotary_tables(block)}
             hooks = partial(offload.layer, offloads=policy.moves, is_last=number == len(blocks))
         if policy.recompute or hooks is not None:
             block.__dict__["forward"] = SavingBlock(block.forward, hooks)
@@ -166,7 +166,7 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in held if type(tensor) in PLAIN_TENSORS)
 
 
-def _tables_of_parts(block: nn.Module) -> list[set[int]]:
+def _rotary_tables(block: nn.Module) -> list[set[int]]:
     """Return the storages of the tables that each rotary embedding of a block holds for the micro-batches in progress."""
     values = (value for module in block.modules() for value in vars(module).values())
     return [value.held for value in values if isinstance(value, RotaryEmbedding)]

@@ -10,7 +10,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.config.derive import sent_by_attention
 from megazero.data.corpus import without_borders
-from megazero.layers.token_layout import balance, shards, work
+from megazero.layers.token_layout import balance, ring_ranges, work
 from megazero.plan.advice import advice_text
 from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
 from megazero.plan.devices import size_text
@@ -159,7 +159,7 @@ def _documents(run: ResolvedRun, samples: Sequence[Sequence[int]]) -> str:
     model, every = run.config.model, [length for lengths in samples for length in lengths]
 
     def pairs(lengths: Sequence[int]) -> int:
-        return sum(count * work(shards(lengths, 1)[0], window) for window, count in model.layers_of_window.items())
+        return sum(count * work(ring_ranges(lengths, 1)[0], window) for window, count in model.layers_of_window.items())
 
     seen = sum(map(pairs, samples)) / (len(samples) * pairs([model.seq_len]))
     return (

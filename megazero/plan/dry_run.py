@@ -19,7 +19,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.engine.outline import schedule_of
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import RankGrid
 from megazero.parallel_state.grid import Coordinate
@@ -189,10 +189,10 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     """Return a micro-batch of zeros in which each sample is one document."""
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
-    part = None
+    shard = None
     if share.documents or share.ulysses.size * share.ring.size > 1:
-        # given the lengths, `part_of` caches nothing beyond this run
+        # given the lengths, `sequence_shard` caches nothing beyond this run
         lengths = [[model.seq_len]] * (size if share.documents else 1)
-        part = part_of(lengths, model.seq_len, share.ulysses, share.ring, share.device)
-        part = replace(part, of_any=not share.documents)
-    return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], part)
+        shard = sequence_shard(lengths, model.seq_len, share.ulysses, share.ring, share.device)
+        shard = replace(shard, fits_any=not share.documents)
+    return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], shard)

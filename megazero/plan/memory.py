@@ -333,6 +333,6 @@ def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
     """Return the bytes of a step's tokens, labels and sample ids.  Parts of samples hold tokens and labels separately."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(layout.has_embedding for layout in chunks), any(layout.has_head for layout in chunks)]
-    cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask
-    each = sum(uses) * config.model.seq_len // cp if by_parts else (config.model.seq_len + 1) * any(uses)
+    cp, has_shards = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask
+    each = sum(uses) * config.model.seq_len // cp if has_shards else (config.model.seq_len + 1) * any(uses)
     return run.accumulation * (each * run.micro_batch_size * _INT64 + ids)

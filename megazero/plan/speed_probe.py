@@ -66,8 +66,8 @@ def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
         ids = np.arange(size) + (share.dp.index * run.accumulation + number) * size
         drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
         samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
-        part = share.part_of([[model.seq_len]] * size if share.documents else None, model.seq_len)
-        batches.append(share.cut(torch.from_numpy(ids).to(share.device), samples[:-1], samples[1:], part))
+        shard = share.sequence_shard([[model.seq_len]] * size if share.documents else None, model.seq_len)
+        batches.append(share.cut(torch.from_numpy(ids).to(share.device), samples[:-1], samples[1:], shard))
     return batches
 
 

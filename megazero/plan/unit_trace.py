@@ -32,9 +32,9 @@ from megazero.layers.context_attention import ContextAttention
 from megazero.layers.fp8 import EMULATED, Kernels, Scaling, emulated_groups, scaled_grouped_mm, scaled_mm, use_fp8
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.recompute import WHOLE
-from megazero.layers.sample_part import SamplePart, TokenLayout, _part
+from megazero.layers.sequence_shard import SequenceShard, TokenLayout, shard_at
 from megazero.layers.spec import whole_spec
-from megazero.layers.token_layout import shards, work
+from megazero.layers.token_layout import ring_ranges, work
 from megazero.layers.vocabulary import BLOCK_BYTES, grad_logits_by_blocks, statistics_by_blocks
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.build_context import BuildContext
@@ -307,7 +307,7 @@ class _Bench:
 
     def __enter__(self) -> _Bench:
         key, cpu = self._key, torch.device("cpu")
-        part = self._part()  # made of real tensors: they are cached
+        shard = self._shard()  # made of real tensors: they are cached
         self._fake.__enter__()
         self.arena.reserve(_MUCH)
         traffic = RecordedTraffic(self._fake.operators)
@@ -316,7 +316,7 @@ class _Bench:
         ulysses, ring = (self._axis("cp", ranks, traffic) for ranks in of_cp)  # as a run's state names both
         ring = replace(ring, index=self._busiest)
         attends = None
-        if part is not None:
+        if shard is not None:
             attends = ContextAttention((ulysses, ring), key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
         of_all = key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends, key.logits_bytes
         context = BuildContext(*of_all, ep=self._axis("ep", key.ranks_of_ep, traffic))
@@ -325,7 +325,7 @@ class _Bench:
         self.gradients = self._queue.accumulator = _Gradients(self._queue, self.stage, key, self._fake)
         tokens = key.model.seq_len // len(key.ranks_of_cp)
         self.tokens = torch.zeros(tokens, key.samples, dtype=torch.int64)
-        self.layout = TokenLayout(torch.zeros(key.samples, dtype=torch.int64), part)
+        self.layout = TokenLayout(torch.zeros(key.samples, dtype=torch.int64), shard)
         own = tokens // self.tp.size if key.sequence_parallel else tokens
         self.hidden = (own, key.samples, key.model.hidden_size)
         return self
@@ -355,10 +355,10 @@ class _Bench:
         """Return the index of the ring's busiest rank: with a window, ranks have unequal work."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
-        pairs = [work(shard, self._window) for shard in shards((key.model.seq_len,), ring)]
+        pairs = [work(ranges, self._window) for ranges in ring_ranges((key.model.seq_len,), ring)]
         return pairs.index(max(pairs))
 
-    def _part(self) -> SamplePart | None:
+    def _shard(self) -> SequenceShard | None:
         key, window = self._key, self._window or self._key.model.seq_len
         in_kernel = key.on_cuda and key.dtype != torch.float32 and window < key.model.seq_len  # as KernelWindow
         if len(key.ranks_of_cp) == 1 and not key.documents and not in_kernel:
@@ -366,7 +366,7 @@ class _Bench:
         sizes = key.ulysses, 0, len(key.ranks_of_cp) // key.ulysses, self._busiest
         count = key.samples if key.documents else 1  # documents give each sample its positions
         each = [(key.model.seq_len,)] * count
-        return replace(_part(each, *sizes, torch.device("cpu")), of_any=not key.documents)
+        return replace(shard_at(each, *sizes, torch.device("cpu")), fits_any=not key.documents)
 
     def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
         """Let a block multiply in fp8.  On CUDA, each rounding is one kernel without temporaries."""

@@ -25,7 +25,7 @@ from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.fp8 import EMULATED, use_fp8
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
-from megazero.models.build_context import check_knows_parts
+from megazero.models.build_context import check_supports_shards
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.registry import added
@@ -153,14 +153,14 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
     """Find features that layers do not support: attention over sequence shards or documents, or the configured
     recomputation.
     """
-    by_parts, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
+    has_shards, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
     fp8 = config.precision.fp8_of_layers(config.model.num_layers)
-    if not by_parts and own == ActivationsConfig() and not fp8:
+    if not has_shards and own == ActivationsConfig() and not fp8:
         return
     blocks = [block for stage in stages_of(config) for block in stage.blocks]
-    if by_parts:
+    if has_shards:
         try:
-            check_knows_parts(blocks, config.model.family)
+            check_supports_shards(blocks, config.model.family)
         except ConfigError as error:
             yield from error.problems
     try:

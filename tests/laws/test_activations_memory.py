@@ -22,7 +22,7 @@ from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of, stages_of
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.models.activation_config import LayerPolicy
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -245,15 +245,15 @@ def _buffers_of_ring(rank: int, cp: int, rows: int, shares_memory: bool) -> list
     """Of the forward and of the backward: chunks of keys and values, the same of gradients, most bytes."""
     run = run_of(cp, model=_llama(seq_len=cp * rows), parallel={"cp": cp, "cp_method": "ring"})
     state = state_on(rank, run, shares_memory=shares_memory)
-    part = part_of(None, cp * rows, state.cp_ulysses, state.cp_ring, state.device)
-    assert part is not None
+    shard = sequence_shard(None, cp * rows, state.cp_ulysses, state.cp_ring, state.device)
+    assert shard is not None
     q, k, v = (torch.randn(1, heads, rows, 16).bfloat16().requires_grad_() for heads in (6, 2, 2))
     grad, attention = torch.randn_like(q), ContextAttention((state.cp_ulysses, state.cp_ring), None, torch.float32)
     chunk, found = torch.Size([2, *k.shape]), []
     number = torch.zeros(1)
     ring_shift(number.clone(), number, state.cp_ring).wait()  # maps the memory that the ranks share
     with Alive() as forward:
-        out = attention.attend(q, k, v, part)
+        out = attention.attend(q, k, v, shard)
     with Alive() as backward:
         out.backward(grad)
     for one in (forward, backward):

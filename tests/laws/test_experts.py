@@ -19,7 +19,7 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExperts, Router
 from megazero.layers.recompute import WHOLE
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, expert_spec, rows_spec
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import GPTStage

@@ -45,7 +45,7 @@ from worlds import (
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.sample_part import part_of
+from megazero.layers.sequence_shard import sequence_shard
 from megazero.parallel_state import Axis, ParallelState
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -380,14 +380,14 @@ def _attend(
     state: ParallelState, given: Sequence[Tensor], lengths: list[list[int]] | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Places of this rank's tokens, and their output, dq, dk and dv."""
-    part = part_of(lengths, given[0].shape[2], state.cp_ulysses, state.cp_ring, DEVICE)
-    rows = part.rows[:, 0].cpu()
+    shard = sequence_shard(lengths, given[0].shape[2], state.cp_ulysses, state.cp_ring, DEVICE)
+    rows = shard.rows[:, 0].cpu()
     q, k, v, grad = (x[:, :, rows].to(DEVICE) for x in given)
     for x in (q, k, v):
         x.requires_grad_()
     axes, on_cuda = (state.cp_ulysses, state.cp_ring), DEVICE.type == "cuda"
     attention = ContextAttention(axes, None, torch.float32, on_cuda=on_cuda)
-    return rows, _derived(attention.attend(q, k, v, part), q, k, v, grad)
+    return rows, _derived(attention.attend(q, k, v, shard), q, k, v, grad)
 
 
 def _errors(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[tuple[float, float]]:
@@ -498,11 +498,11 @@ def test_gradients_are_divided_by_the_global_count_and_not_by_cp_nor_the_ulysses
 def test_places_and_positions_of_packed_zigzag() -> None:
     """Two documents of 4 tokens on 2 ranks: 0, 3, 4, 7 and 1, 2, 5, 6, which begin at 0 in each document."""
     for index, (rows, positions) in enumerate((([0, 3, 4, 7], [0, 3, 0, 3]), ([1, 2, 5, 6], [1, 2, 1, 2]))):
-        part = part_of([[4, 4]], 8, Axis("cp_ulysses"), Axis("cp_ring", (0, 1), index), DEVICE)
-        assert part is not None
-        assert part.rows.flatten().tolist() == rows
-        assert part.positions.flatten().tolist() == positions
-        assert rows_of(part, torch.arange(10, 18)[:, None]).flatten().tolist() == [10 + row for row in rows]
+        shard = sequence_shard([[4, 4]], 8, Axis("cp_ulysses"), Axis("cp_ring", (0, 1), index), DEVICE)
+        assert shard is not None
+        assert shard.rows.flatten().tolist() == rows
+        assert shard.positions.flatten().tolist() == positions
+        assert rows_of(shard, torch.arange(10, 18)[:, None]).flatten().tolist() == [10 + row for row in rows]
 
 
 def _padded_gradients(rank: int, lengths: list[list[int]], given: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -19,7 +19,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import derive_key, normal
 from megazero.layers.recompute import Recomputation
-from megazero.layers.sample_part import SamplePart, part_of
+from megazero.layers.sequence_shard import SequenceShard, sequence_shard
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Links, ParallelState
 
@@ -120,7 +120,7 @@ def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
             is_gain = name.endswith("weight")
             weights[name] = torch.ones(shape) if is_gain else torch.zeros(shape)
             continue
-        onto_residual = any(part in name for part in ("o_proj", "down_proj", "c_proj", "w2"))
+        onto_residual = any(word in name for word in ("o_proj", "down_proj", "c_proj", "w2"))
         std = run.config.model.init_std / ((2 * config.num_layers) ** 0.5 if onto_residual else 1.0)
         if is_hidden(name, shape) and config.width_ratio != 1.0:
             std /= config.width_ratio**0.5
@@ -225,17 +225,17 @@ def micro_batch(
     labels: Tensor,
     lengths: list[list[int]] | None,
 ) -> MicroBatch:
-    """A rank's part of whole samples.  tokens, labels: [batch, seq]."""
-    part = None
+    """A rank's shard of whole samples.  tokens, labels: [batch, seq]."""
+    shard = None
     if lengths is not None or at.cp.size > 1:
-        part = part_of(lengths, run.config.model.seq_len, at.cp_ulysses, at.cp_ring, at.device)
-    tokens, labels = (rows_of(part, whole.t().contiguous().to(at.device)) for whole in (tokens, labels))
-    return MicroBatch(sample_ids.to(at.device), tokens, labels, part)
+        shard = sequence_shard(lengths, run.config.model.seq_len, at.cp_ulysses, at.cp_ring, at.device)
+    tokens, labels = (rows_of(shard, whole.t().contiguous().to(at.device)) for whole in (tokens, labels))
+    return MicroBatch(sample_ids.to(at.device), tokens, labels, shard)
 
 
-def rows_of(part: SamplePart | None, whole: Tensor) -> Tensor:
+def rows_of(shard: SequenceShard | None, whole: Tensor) -> Tensor:
     """A rank's tokens of whole samples: [seq, batch] -> [seq / cp, batch]."""
-    return whole if part is None else whole.gather(0, part.rows.expand(-1, whole.shape[1]))
+    return whole if shard is None else whole.gather(0, shard.rows.expand(-1, whole.shape[1]))
 
 
 def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, shares_memory: bool = True) -> ParallelState:

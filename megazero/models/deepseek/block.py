@@ -20,7 +20,7 @@ def deepseek_blocks(layers: Sequence[int], context: BuildContext) -> list[Block]
     """Return the layers of a stage.  They share their rotary tables."""
     model = context.model
     frequencies = rotary_frequencies(model.qk_rope_head_dim or 0, model.rope_theta, model.rope_scaling)
-    rope = NeighbourRotary(frequencies, model.seq_len, context.device, by_parts=context.context is not None)
+    rope = NeighbourRotary(frequencies, model.seq_len, context.device, has_shards=context.context is not None)
     return [_block(f"model.layers.{layer}", layer, context, rope) for layer in layers]
 
 

@@ -30,7 +30,7 @@ def rotary_embedding(context: BuildContext, variant: Variant = LLAMA_2, layer: i
     theta, scaling = model.rope_of(layer) or (model.rope_theta, None)
     kind, rotated = (NeighbourRotary, size // 2) if variant.rotates_adjacent else (RotaryEmbedding, size)
     frequencies = rotary_frequencies(size, theta, scaling, rotated=rotated, score_scale=model.score_scale)
-    return kind(frequencies, model.seq_len, context.device, by_parts=context.context is not None)
+    return kind(frequencies, model.seq_len, context.device, has_shards=context.context is not None)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:

@@ -76,12 +76,15 @@ def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> li
         end = len(ids) - 1
         whole[0, :end, row] = ids[:-1]
         whole[1, max(end - asked, 0) : end, row] = ids[1:][-asked:]
-    whole, part = whole.to(share.device), share.part_of([[seq_len]] * size if share.documents else None, seq_len)
+    whole, shard = (
+        whole.to(share.device),
+        share.sequence_shard([[seq_len]] * size if share.documents else None, seq_len),
+    )
     numbers = torch.zeros(each * share.dp.size, reader.width, dtype=torch.float64, device=share.device)
 
     def cut(at: int) -> MicroBatch:
         samples = torch.arange(at, at + size, device=share.device)
-        return share.cut(first + samples, whole[0, :, samples], whole[1, :, samples], part)
+        return share.cut(first + samples, whole[0, :, samples], whole[1, :, samples], shard)
 
     def collect(batch: MicroBatch, logits: Tensor) -> None:
         if batch.labels is not None and not state.at.tp:  # all ranks of tp have the same logits

@@ -1,11 +1,11 @@
 """The tokens of a micro-batch that this rank computes, in the form in which layers receive them.
 
     cp 1, one document a sample     TokenLayout(sample_ids)            positions are 0 ... seq - 1 on every rank
-    cp 4 as 2 x 2, documents        TokenLayout(sample_ids, part)
+    cp 4 as 2 x 2, documents        TokenLayout(sample_ids, shard)
 
     sample            [ A0 A1 A2 A3 A4 A5 A6 A7 | B0 B1 B2 B3 ]
-    ring rank 0       [ A0 A1 A6 A7 | B0 B3 ]   ring rank 1   [ A2 A3 A4 A5 | B1 B2 ]     see `shards` in
-    token_layout.py ulysses rank 0    [ A0 A1 A6 ]              ulysses rank 1  [ A7 B0 B3 ]              of ring rank 0
+    ring rank 0       [ A0 A1 A6 A7 | B0 B3 ]   ring rank 1   [ A2 A3 A4 A5 | B1 B2 ]     see token_layout.py
+    ulysses rank 0    [ A0 A1 A6 ]              ulysses rank 1  [ A7 B0 B3 ]              of ring rank 0
 
 Everything that depends on a token's position in its sample or document reads it here: rotary and learned positions,
 dropout, labels and attention.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh32_intdigest
 
-from megazero.layers.token_layout import Ints, Shards, shards, tile_table
+from megazero.layers.token_layout import Ints, RingRanges, ring_ranges, tile_table
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class AttentionPlan:
         documents: 32-bit hash of the documents' lengths.
     """
 
-    def __init__(self, samples: Sequence[Shards], index: int) -> None:
+    def __init__(self, samples: Sequence[RingRanges], index: int) -> None:
         self._samples, self._own = samples, [of_ranks[index] for of_ranks in samples]
         self.documents = xxh32_intdigest(np.concatenate([np.append(sample.length, 0) for sample in samples]).tobytes())
         self._tables: dict[tuple[int, int | None, bool], list[Ints]] = {}
@@ -60,7 +60,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class SamplePart:
+class SequenceShard:
     """The tokens of each sample of a micro-batch that a rank holds.
 
     Args:
@@ -68,32 +68,32 @@ class SamplePart:
             samples.
         positions: like `rows`, the position of each token in its document.
         plan: which keys the tokens attend to.
-        of_any: valid for any number of samples of one document each; otherwise for as many as there are columns.
+        fits_any: valid for any number of samples of one document each; otherwise for as many as there are columns.
     """
 
     rows: Tensor
     positions: Tensor
     plan: AttentionPlan
-    of_any: bool = False
+    fits_any: bool = False
     _derived: dict[Hashable, object] = field(default_factory=dict)
 
-    def is_of(self, samples: int) -> bool:
-        """Whether this part is valid for a micro-batch of `samples` samples."""
-        return self.of_any or samples == self.rows.shape[1]
+    def fits(self, samples: int) -> bool:
+        """Whether this shard is valid for a micro-batch of `samples` samples."""
+        return self.fits_any or samples == self.rows.shape[1]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the rows of this part.  [seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: the
+        """Return the rows of this shard.  [seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: the
         batch has another number of samples.
         """
-        if not self.is_of(whole.shape[1]):
+        if not self.fits(whole.shape[1]):
             raise ValueError(
                 f"the documents of {self.rows.shape[1]} samples were given for {whole.shape[1]} samples; give "
-                "`part_of` the lengths of each"
+                "`sequence_shard` the lengths of each"
             )
         return whole.take_along_dim(self.rows, 0)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make`, computed once for this part and shared by all layers."""
+        """Return the result of `make`, computed once for this shard and shared by all layers."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
@@ -105,19 +105,19 @@ class TokenLayout:
 
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run.
-        part: None if the rank has whole samples of one document each.
+        shard: None if the rank has whole samples of one document each.
         labels: int64 [seq, batch], negative where a token does not count in the loss; None if the rank has no labels.
     """
 
     sample_ids: Tensor
-    part: SamplePart | None = None
+    shard: SequenceShard | None = None
     labels: Tensor | None = None
 
 
-def part_of(
+def sequence_shard(
     lengths: Sequence[Sequence[int]] | None, seq_len: int, ulysses: Axis, ring: Axis, device: torch.device
-) -> SamplePart:
-    """Return this rank's part of the samples of a micro-batch.
+) -> SequenceShard:
+    """Return this rank's shard of the samples of a micro-batch.
 
     Args:
         lengths: the lengths of the documents of each sample, in order; they add up to `seq_len`.  None: one document per
@@ -134,24 +134,24 @@ def part_of(
         return whole_samples(seq_len, *place)
     if wrong := [sum(documents) for documents in lengths if sum(documents) != seq_len]:
         raise ValueError(f"the documents of a sample must have model.seq_len={seq_len} tokens together: got {wrong[0]}")
-    return _part([tuple(documents) for documents in lengths], *place)
+    return shard_at([tuple(documents) for documents in lengths], *place)
 
 
 @lru_cache(maxsize=16)
-def whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
-    """Return a rank's part of any samples of one document each.  `place`: as in `_part`."""
-    return replace(_part([(seq_len,)], *place), of_any=True)  # type: ignore[arg-type]
+def whole_samples(seq_len: int, *place: int | torch.device) -> SequenceShard:
+    """Return a rank's shard of any samples of one document each.  `place`: as in `shard_at`."""
+    return replace(shard_at([(seq_len,)], *place), fits_any=True)  # type: ignore[arg-type]
 
 
-def _part(
+def shard_at(
     lengths: Sequence[tuple[int, ...]],
     ulysses: int,
     ulysses_index: int,
     ring: int,
     ring_index: int,
     device: torch.device,
-) -> SamplePart:
-    samples = [shards(documents, ring) for documents in lengths]
+) -> SequenceShard:
+    samples = [ring_ranges(documents, ring) for documents in lengths]
     runs = [of_ranks[ring_index] for of_ranks in samples]
     begins = [np.cumsum(documents) - documents for documents in map(np.asarray, lengths)]
     positions = np.stack([ranges.positions for ranges in runs], axis=1)
@@ -159,7 +159,7 @@ def _part(
     size = len(rows) // ulysses
     own = slice(ulysses_index * size, (ulysses_index + 1) * size)
     of_rows, of_positions = (copied_to(device, np.ascontiguousarray(whole[own])) for whole in (rows, positions))
-    return SamplePart(of_rows, of_positions, AttentionPlan(samples, ring_index))
+    return SequenceShard(of_rows, of_positions, AttentionPlan(samples, ring_index))
 
 
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:

@@ -23,7 +23,7 @@ from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.recompute import WHOLE
 from megazero.layers.rotary_frequencies import rotary_frequencies
-from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
+from megazero.layers.sequence_shard import SequenceShard, TokenLayout, sequence_shard
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.build_context import BuildContext
 from megazero.models.gpt import Block
@@ -35,10 +35,10 @@ from megazero.training.check import layer_problems
 RING = Axis("cp_ring", (0, 1), 0)
 
 
-def _half(seq: int) -> SamplePart:
-    part = part_of(None, seq, WHOLE, RING, DEVICE)
-    assert part is not None
-    return part
+def _half(seq: int) -> SequenceShard:
+    shard = sequence_shard(None, seq, WHOLE, RING, DEVICE)
+    assert shard is not None
+    return shard
 
 
 class _OwnAttention(nn.Module):
@@ -56,7 +56,7 @@ class _OwnAttention(nn.Module):
 
 
 class _KnowingAttention(_OwnAttention):
-    knows_parts = True
+    supports_shards = True
 
 
 class _OwnFamily(LlamaFamily):
@@ -89,7 +89,7 @@ class _OtherForward(Attention):
         self.__dict__.update(like.__dict__)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        return super().forward(x, replace(layout, part=None))
+        return super().forward(x, replace(layout, shard=None))
 
 
 class _OwnKernel:
@@ -148,12 +148,12 @@ CUT: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-def _without_part(rank: int, run: ResolvedRun) -> None:
+def _without_shard(rank: int, run: ResolvedRun) -> None:
     engine = engine_on(rank, run)
     batches = micro_batches(run, engine.state, 0, "random" if run.config.data.document_mask else "none")
     assert engine.compute_gradients(batches).finite
-    with pytest.raises(ValueError, match=r"micro-batch without `part`"):
-        engine.compute_gradients([replace(one, part=None) for one in batches])
+    with pytest.raises(ValueError, match=r"micro-batch without `shard`"):
+        engine.compute_gradients([replace(one, shard=None) for one in batches])
     for wrong in (
         {"labels": batches[0].labels.t().contiguous()},
         {"tokens": batches[0].tokens.t().contiguous(), "labels": batches[0].labels.t().contiguous()},  # [batch, seq]
@@ -161,29 +161,29 @@ def _without_part(rank: int, run: ResolvedRun) -> None:
         {"labels": batches[0].labels[1:]},
         {"sample_ids": batches[0].sample_ids[:1]},
     ):
-        with pytest.raises(ValueError, match=r"of a micro-batch are \[.*must be \[\d+, \d+\], this rank's part"):
+        with pytest.raises(ValueError, match=r"of a micro-batch are \[.*must be \[\d+, \d+\], this rank's shard"):
             engine.compute_gradients([replace(one, **wrong) for one in batches])
     seq_len, documents = run.config.model.seq_len, run.config.data.document_mask
     with pytest.raises(ValueError, match=r"given where data\.document_mask = true, and only there"):
-        engine.share.part_of(None if documents else [[seq_len]] * 2, seq_len)
+        engine.share.sequence_shard(None if documents else [[seq_len]] * 2, seq_len)
 
 
 @pytest.mark.parametrize("shape", CUT)
 def test_a_micro_batch_without_its_part_is_refused(shape: str) -> None:
     """It had a loss, of tokens that saw those of this rank alone, or those of other documents."""
     world, parallel, documents = CUT[shape]
-    run_world(world, _without_part, _run(world, parallel, documents))
+    run_world(world, _without_shard, _run(world, parallel, documents))
 
 
 def test_equal_documents_have_equal_numbers_on_every_rank_and_other_documents_have_others() -> None:
-    """The number that ranks compare once a step; it is made with the part, and not again from all documents in each step."""
+    """Ranks compare this number once a step; it is computed with the shard, not again from all documents in each step."""
     given = [[[16], [16]], [[8, 8], [16]], [[16], [8, 8]], [[8, 8], [8, 8]], [[7, 9], [16]], [[9, 7], [16]], [[16]]]
     numbers = []
     for lengths in given:
         axes = [(Axis("u", (0, 1), u), Axis("r", (0, 1), r)) for u in range(2) for r in range(2)]
-        parts = [part_of(lengths, 16, *pair, torch.device("cpu")) for pair in axes]
-        one_rank = part_of(lengths, 16, Axis("u"), Axis("r"), torch.device("cpu"))
-        (number,) = {part.plan.documents for part in (*parts, one_rank)}
+        shards = [sequence_shard(lengths, 16, *pair, torch.device("cpu")) for pair in axes]
+        one_rank = sequence_shard(lengths, 16, Axis("u"), Axis("r"), torch.device("cpu"))
+        (number,) = {shard.plan.documents for shard in (*shards, one_rank)}
         numbers.append(number)
     assert len(set(numbers)) == len(given)
 
@@ -193,11 +193,11 @@ def _with_other_documents(rank: int, run: ResolvedRun) -> None:
     engine = engine_on(rank, run)
     batches = micro_batches(run, engine.state, 0, "random")
     if rank == engine.state.world.size - 1:
-        part = engine.share.part_of([[5, 11]] * batches[1].sample_ids.numel(), run.config.model.seq_len)
-        batches[1] = replace(batches[1], part=part)
+        shard = engine.share.sequence_shard([[5, 11]] * batches[1].sample_ids.numel(), run.config.model.seq_len)
+        batches[1] = replace(batches[1], shard=shard)
     weights = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
     for act in (engine.evaluate, lambda given: engine.train_step(given, 1.0)):
-        with pytest.raises(ValueError, match="were given other documents"):
+        with pytest.raises(ValueError, match="were given different documents"):
             act(batches)
     for before, bucket in zip(weights, engine.sharded_model.parameters.buckets, strict=True):
         assert torch.equal(before, bucket.master.read(0, bucket.master.numel))
@@ -215,7 +215,7 @@ def test_ranks_that_share_samples_must_have_the_same_documents(parallel: dict[st
 
 
 def _is_refused(rank: int, run: ResolvedRun) -> None:
-    with pytest.raises(ValueError, match=r"Block says `knows_parts = True`"):
+    with pytest.raises(ValueError, match=r"Block says `supports_shards = True`"):
         engine_on(rank, run)
 
 
@@ -232,7 +232,7 @@ def test_check_tells_of_such_an_attention() -> None:
     """A run file that `megazero check` accepts must not end in the engine."""
     for name, count in [(name, int(name != "knowing")) for name in KINDS]:
         problems = list(layer_problems(_run(1, {}, True, family=name).config))
-        assert [(one.key, "knows_parts" in one.rule) for one in problems] == [("model.family", True)] * count
+        assert [(one.key, "supports_shards" in one.rule) for one in problems] == [("model.family", True)] * count
 
 
 def test_where_samples_are_whole_any_attention_runs() -> None:
@@ -245,20 +245,20 @@ def _builds(rank: int, run: ResolvedRun) -> None:
 
 def test_documents_of_another_length_than_the_samples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.seq_len=16 tokens together: got 11"):
-        part_of([[16], [5, 6]], 16, WHOLE, WHOLE, DEVICE)
+        sequence_shard([[16], [5, 6]], 16, WHOLE, WHOLE, DEVICE)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 16, 8), (2, 2, 20, 8)], ids=["more samples", "longer samples"])
 def test_attention_refuses_the_part_of_other_samples(shape: tuple[int, ...]) -> None:
-    """The result of what the part does not have was zeros."""
-    part, q = part_of([[5, 11], [16]], 16, WHOLE, WHOLE, DEVICE), torch.randn(shape, device=DEVICE)
-    assert part is not None
-    with pytest.raises(ValueError, match=r"`part` must be of its own samples"):
-        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(q, q, q, part)
+    """The result of what the shard does not have was zeros."""
+    shard, q = sequence_shard([[5, 11], [16]], 16, WHOLE, WHOLE, DEVICE), torch.randn(shape, device=DEVICE)
+    assert shard is not None
+    with pytest.raises(ValueError, match=r"`shard` must belong to its samples"):
+        ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(q, q, q, shard)
 
 
 def test_what_was_first_asked_for_in_inference_trains_later() -> None:
-    """The part of whole samples and what is derived from it are made once."""
+    """The shard of whole samples and what is derived from it are made once."""
     rope = RotaryEmbedding(rotary_frequencies(8, 1e4), 48, DEVICE)
     x = torch.randn(1, 2, 24, 8, device=DEVICE, requires_grad=True)
     with torch.inference_mode():
@@ -271,7 +271,7 @@ def test_what_was_first_asked_for_in_inference_trains_later() -> None:
 
 
 def test_rotary_tables_of_a_part_end_with_the_model() -> None:
-    """The part of whole samples stays, and kept those of every model that was made."""
+    """The shard of whole samples stays, and kept those of every model that was made."""
     rope = RotaryEmbedding(rotary_frequencies(8, 1e4), 40, DEVICE)
     gone = [weakref.ref(table) for table in (*rope.tables_of(_half(40)), rope.cos)]
     assert rope.tables_of(_half(40))[0] is gone[0]()
@@ -297,14 +297,14 @@ def test_a_windows_mask_is_made_only_where_it_is_read() -> None:
 
 def test_documents_of_one_sample_are_not_those_of_two() -> None:
     """They held for all samples of the micro-batch, without a word."""
-    part = part_of([[3, 5]], 8, Axis("u"), Axis("r"), DEVICE)
-    assert part is not None
+    shard = sequence_shard([[3, 5]], 8, Axis("u"), Axis("r"), DEVICE)
+    assert shard is not None
     q = torch.randn(2, 1, 8, 4, device=DEVICE)
     attention = ContextAttention((Axis("u"), Axis("r")), None, torch.float32)
     with pytest.raises(ValueError, match="got 2 samples of 8"):
-        attention.attend(q, q, q, part)
+        attention.attend(q, q, q, shard)
     with pytest.raises(ValueError, match="documents of 1 samples were given for 2"):
-        part.cut(torch.zeros(8, 2, dtype=torch.long))
+        shard.cut(torch.zeros(8, 2, dtype=torch.long))
     assert _half(8).cut(torch.zeros(8, 2, dtype=torch.long)).shape == (4, 2)  # whole samples: of any
 
 
