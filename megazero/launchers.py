@@ -121,7 +121,7 @@ def stay_near(address: str, local_world_size: int, system: Path = Path("/sys")) 
         devices = system / "bus/pci/devices"
         node = int((devices / address / "numa_node").read_text())
         listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
-        ranges = [list(map(int, part.split("-"))) for part in listed.split(",")]
+        ranges = [list(map(int, cores.split("-"))) for cores in listed.split(",")]
         near = os.sched_getaffinity(0) & {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
         gpus = (devices / address / "driver").glob("*:*:*")  # also those that this process may not use
         sharing = sum(int((devices / gpu.name / "numa_node").read_text()) == node for gpu in gpus) or local_world_size

@@ -42,8 +42,8 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST_NUMBER)]
 PositiveOrZero = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
 Seconds = Annotated[int, Field(ge=1, le=2_000_000)]  # waits of the system count milliseconds in 31 bits
 Epsilon = Annotated[float, Field(ge=1e-30, le=LARGEST_NUMBER)]  # which fp32 still holds, so that 0 / (0 + it) is 0
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+ProperFraction = Annotated[float, Field(ge=0, lt=1)]  # below 1
 Text = Annotated[str, Field(min_length=1)]
 
 

@@ -37,7 +37,7 @@ from megazero.checkpoint.index import (
     write_unfinished,
 )
 from megazero.checkpoint.load import reading
-from megazero.checkpoint.retention import Pruner, Retention, kept_steps
+from megazero.checkpoint.retention import Pruner, Retention, retained_steps
 from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.training.trainer import train
@@ -74,7 +74,7 @@ def _steps(root: Path) -> list[int]:
 def test_the_newest_the_regular_and_the_best_stay(
     losses: dict[int, float | None], last: int, every: int, best: int
 ) -> None:
-    kept = kept_steps(losses, Retention(last, every, best))
+    kept = retained_steps(losses, Retention(last, every, best))
     if not last:
         assert kept == set(losses)
         return
@@ -90,9 +90,9 @@ def test_losses_on_other_data_are_ranked_apart() -> None:
     """The loss on new data may be lower from the first step on; the best on the data before stay."""
     losses: dict[int, float | None] = {1: 3.0, 2: 2.5, 3: 2.7, 4: 1.0, 5: 0.9, 6: None}
     data = {1: "a", 2: "a", 3: "a", 4: "b", 5: "b", 6: "b"}
-    assert kept_steps(losses, Retention(1, 0, 1), data) == {2, 5, 6}
-    assert kept_steps(losses, Retention(1, 0, 2), data) == {2, 3, 4, 5, 6}
-    assert kept_steps(losses, Retention(1, 0, 1)) == {5, 6}
+    assert retained_steps(losses, Retention(1, 0, 1), data) == {2, 5, 6}
+    assert retained_steps(losses, Retention(1, 0, 2), data) == {2, 3, 4, 5, 6}
+    assert retained_steps(losses, Retention(1, 0, 1)) == {5, 6}
 
 
 def test_pruning_removes_the_others_and_what_was_left_half_written(tmp_path: Path) -> None:

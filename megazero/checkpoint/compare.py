@@ -1,4 +1,4 @@
-"""The differences between two checkpoints: tensors by kind and name, and the states of their runs.
+"""The differences between two checkpoints: tensors by state kind and name, and the states of their runs.
 
 Two tensors are read side by side, a few million elements at a time.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.index import TRAINER_STATE, index_name, kinds_of, read_manifest, read_trainer_state
+from megazero.checkpoint.index import TRAINER_STATE, index_name, read_manifest, read_trainer_state, state_kinds_of
 from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
@@ -24,9 +24,9 @@ _INFORMATION = ("config", "shape", "versions", "val_loss")  # fields of the trai
 class TensorDifference:
     """The difference of one tensor between two checkpoints."""
 
-    kind: str
+    state_kind: str
     name: str
-    described: str  # shape and dtype of each, as one text if they agree
+    shapes: str  # shape and dtype of each, as one text if they agree
     elements: int = 0  # 0 if the shapes differ and nothing was compared
     differing: int = 0  # elements whose bits differ after both were converted to fp32
     max_abs: float = inf  # the largest |a - b|; infinite if one is not a number
@@ -39,7 +39,7 @@ class Comparison:
     """The result of `compare`."""
 
     tensors: list[TensorDifference] = field(default_factory=list)  # the largest relative difference first
-    only: list[str] = field(default_factory=list)  # kinds, tensors and a script's files that one of the two lacks
+    only: list[str] = field(default_factory=list)  # state kinds, tensors and a script's files that one of the two lacks
     fields: list[tuple[str, Any, Any]] = field(default_factory=list)  # of the trainer state, with both values
     notes: list[str] = field(default_factory=list)  # what belongs to no state: configuration, cluster shape, releases
     compared: int = 0  # tensors that both have
@@ -66,20 +66,20 @@ def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Compar
     stored, others = [], []
     for folder in folders:
         manifest = read_manifest(folder)
-        kinds = {kind: StoredTensors(folder, kind) for kind in kinds_of(manifest)}
-        tensor_files = {file for tensors in kinds.values() for file in tensors.files.values()}
-        compared = {TRAINER_STATE, *map(index_name, kinds), *tensor_files}
-        stored.append(kinds)
+        held = {state_kind: StoredTensors(folder, state_kind) for state_kind in state_kinds_of(manifest)}
+        tensor_files = {file for tensors in held.values() for file in tensors.files.values()}
+        compared = {TRAINER_STATE, *map(index_name, held), *tensor_files}
+        stored.append(held)
         others.append({name: record for name, record in manifest.items() if name not in compared})
     result.only += _only("kind", *stored)
-    for kind in filter(stored[1].__contains__, stored[0]):
-        pair = stored[0][kind], stored[1][kind]
-        result.only += _only(kind, pair[0].files, pair[1].files)
+    for state_kind in filter(stored[1].__contains__, stored[0]):
+        pair = stored[0][state_kind], stored[1][state_kind]
+        result.only += _only(state_kind, pair[0].files, pair[1].files)
         names = pair[0].files.keys() & pair[1].files.keys()
         result.compared += len(names)
-        differences = (_difference(kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names)
+        differences = (_difference(state_kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names)
         result.tensors += filter(None, differences)
-    result.tensors.sort(key=lambda found: (found.is_close, -found.relative, -found.max_abs, found.kind, found.name))
+    result.tensors.sort(key=lambda it: (it.is_close, -it.relative, -it.max_abs, it.state_kind, it.name))
     lines = result.only if any(state.script for state in states) else result.notes
     lines += _only("file", *others)
     both = sorted(others[0].keys() & others[1].keys())
@@ -111,13 +111,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _difference(
-    kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
+    state_kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
 ) -> TensorDifference | None:
     """Return the difference of two tensors with the same name; None if they are equal."""
     texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (a, b)]
-    described = " and ".join(dict.fromkeys(texts))
+    shapes = " and ".join(dict.fromkeys(texts))
     if a.shape != b.shape:
-        return TensorDifference(kind, name, described)
+        return TensorDifference(state_kind, name, shapes)
     differing, largest, scale, is_close = 0, 0.0, 0.0, rtol > 0 or atol > 0
     for rows_a, rows_b in _rows(a, b):
         scale = max(scale, float(rows_b.abs().max().nan_to_num(inf)))
@@ -132,7 +132,7 @@ def _difference(
     if a.dtype == b.dtype and not differing:
         return None
     relative = largest / scale if largest and scale and isfinite(scale) else (inf if largest else 0.0)
-    return TensorDifference(kind, name, described, prod(a.shape), differing, largest, relative, is_close)
+    return TensorDifference(state_kind, name, shapes, prod(a.shape), differing, largest, relative, is_close)
 
 
 def _rows(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -52,8 +52,8 @@ def _unwatched(more: int, done: int) -> None:
 
 def partial_of(name: str) -> str:
     """Return the final name of a partially written file; any other name unchanged."""
-    parts = name.rsplit(".", 2)
-    return parts[0] if len(parts) == 3 and name.endswith(_PARTIAL) else name
+    words = name.rsplit(".", 2)
+    return words[0] if len(words) == 3 and name.endswith(_PARTIAL) else name
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Output(ABC):
         for start in range(0, len(data), _WRITE_BYTES):
             self._append(data[start : start + _WRITE_BYTES])
 
-    def _append(self, piece: bytes | memoryview) -> None:
-        self._file.write(piece)
-        self._hash.update(piece)
-        self.bytes += len(piece)
+    def _append(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self.bytes += len(data)
 
     def finish(self) -> FileRecord:
         """Make the file durable under its name.  Raises: OSError."""
@@ -132,7 +132,7 @@ class Folder(ABC):
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """Last component of the path."""
         return str(self).rsplit("/", 1)[-1]
 
     @abstractmethod
@@ -354,8 +354,8 @@ class _LocalOutput(Output):
         self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
         super().__init__(self._partial.open("xb"), check_lock)
 
-    def _append(self, piece: bytes | memoryview) -> None:
-        super()._append(piece)
+    def _append(self, data: bytes | memoryview) -> None:
+        super()._append(data)
         grown = self.bytes - self._started
         if grown >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
             # The advice that pages are not needed lets the disk begin to write now, not when `finish` waits for it.

@@ -1,4 +1,4 @@
-"""The format of a checkpoint: whole logical tensors in safetensors files, an index per kind, and a manifest written
+"""The format of a checkpoint: whole logical tensors in safetensors files, an index per state kind, and a manifest written
 last.
 
     step-00000010/
@@ -79,16 +79,16 @@ class TrainerState:
 _TRAINER_STATE: Final = TypeAdapter(TrainerState)
 
 
-def index_name(kind: str) -> str:
-    """Return the name of the index file of a kind."""
-    return f"{kind}.safetensors.index.json"
+def index_name(state_kind: str) -> str:
+    """Return the name of the index file of a state kind, such as exp_avg."""
+    return f"{state_kind}.safetensors.index.json"
 
 
-def kinds_of(files: Iterable[str]) -> list[str]:
-    """Return the kinds that a checkpoint contains, weights first."""
+def state_kinds_of(files: Iterable[str]) -> list[str]:
+    """Return the state kinds that a checkpoint contains, weights first."""
     suffix = index_name("")
-    kinds = (name.removesuffix(suffix) for name in files if name.endswith(suffix))
-    return sorted(kinds, key=lambda kind: (kind != "model", kind))
+    state_kinds = (name.removesuffix(suffix) for name in files if name.endswith(suffix))
+    return sorted(state_kinds, key=lambda state_kind: (state_kind != "model", state_kind))
 
 
 def versions() -> dict[str, str]:
@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
 
 
 def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """Build the index of one kind, in Hugging Face's format.  `files`: the file of each tensor."""
+    """Build the index of one state kind, in Hugging Face's format.  `files`: the file of each tensor."""
     return to_json({"metadata": {"total_size": total_bytes}, "weight_map": files})
 
 
@@ -165,8 +165,8 @@ def files_of_save(folder: Folder) -> list[str]:
             f"{folder} has a {MANIFEST} that no checkpoint of ours has written, or a damaged one and no {TRAINER_STATE} of "
             "ours: nothing was changed. Move that directory to another place, or remove it"
         )
-    kinds = kinds_of(files)
-    tensors = {name: match[1] for name in files if (match := _TENSOR_FILE.fullmatch(name)) and match[1] in kinds}
+    state_kinds = state_kinds_of(files)
+    tensors = {name: match[1] for name in files if (match := _TENSOR_FILE.fullmatch(name)) and match[1] in state_kinds}
     names = {*tensors, *map(index_name, tensors.values()), TRAINER_STATE, HF_CONFIG, EVALUATION, *_LISTS}
     return sorted({*own_files(folder), *names.intersection(files)})
 

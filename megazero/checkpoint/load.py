@@ -4,7 +4,7 @@ verify     every file has the size and hash that were written      each rank che
 compare    the stored tensors are those of this model              nothing has been overwritten until here
 plan       which elements of which tensors this rank reads         `plan_reads`, a pure function
 read       masters, moments, weights, from the files into the state
-exchange   ranks that hold the same elements each read one piece of them, and gather the rest
+exchange   ranks that hold the same elements each read some of them, and gather the rest
 prove      all ranks together have read each element of the model once
 
 If all ranks run on one machine, each rank reads everything itself from the file's cached pages, which is faster than an
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -83,18 +83,18 @@ def open_checkpoint(
 
     def open_and_check() -> dict[str, StoredTensors]:
         check(trainer)
-        return _open_kinds(folder, trainer.step, moments if has_moments else None, state.average is not None)
+        return _open_files(folder, trainer.step, moments if has_moments else None, state.average is not None)
 
     stored = agree(open_and_check, at.world, index.CheckpointError)
     elementwise = [*moments, *([AVERAGE] if AVERAGE in stored else [])]
-    shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *elementwise)}
+    shapes = {state_kind: _logical_shapes(state, state_kind) for state_kind in (MODEL, *elementwise)}
     stages = gather_objects(shapes, at.pp)
-    all_shapes = {kind: {name: shape for stage in stages for name, shape in stage[kind].items()} for kind in shapes}
+    all_shapes = {state_kind: dict(ChainMap(*(stage[state_kind] for stage in stages))) for state_kind in shapes}
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, index.CheckpointError)
 
     needed = {
-        kind: sum(prod(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
-        for kind in (MASTER, *elementwise)
+        state_kind: sum(prod(shape) for shape in all_shapes[MODEL if state_kind == MASTER else state_kind].values())
+        for state_kind in (MASTER, *elementwise)
     }
     return OpenCheckpoint(folder, trainer, stored, needed, has_moments, state, at)
 
@@ -144,19 +144,19 @@ class OpenCheckpoint:
                 overwritten.
         """
         # Ranks of one machine that read a local file share its pages.
-        shares_pages = isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
-        copies = {bucket: None if shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
+        reads_same_pages = isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
+        copies = {bucket: None if reads_same_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
         counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at), self.at.world, index.CheckpointError)
-        for kind in self.needed:
+        for state_kind in self.needed:
             for bucket, axis in copies.items():
-                if axis is not None and _holds(self.state, kind, bucket):
-                    _exchange(self.state, kind, bucket, axis)
+                if axis is not None and _holds(self.state, state_kind, bucket):
+                    _exchange(self.state, state_kind, bucket, axis)
         of_ranks = gather_objects(counts, self.at.world)
-        for kind, needed in self.needed.items():
-            read = sum(counts[kind] for counts in of_ranks)
+        for state_kind, needed in self.needed.items():
+            read = sum(counts[state_kind] for counts in of_ranks)
             if read != needed:
-                hint = f"{read} elements of {kind} were read, the model has {needed}"
+                hint = f"{read} elements of {state_kind} were read, the model has {needed}"
                 raise index.CheckpointError(f"{self.folder}: {hint}")
         if self.has_moments:
             self.state.optimizer.resume(self.trainer.optimizer_steps, self.trainer.optimizer_scalars)
@@ -185,32 +185,33 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
     return list(dict.fromkeys(line for lines in found for line in lines))
 
 
-def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
+def check_state_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
     """Return the state kinds of a checkpoint, after checking that it has weights, and the optimizer's `moments` if
     given.
 
     Raises: CheckpointError: it has no weights, or another optimizer wrote it.
     """
-    kinds = index.kinds_of(index.read_manifest(folder))
-    stored = [kind for kind in kinds if kind not in (MODEL, MASTER, AVERAGE)]
+    state_kinds = index.state_kinds_of(index.read_manifest(folder))
+    stored = [state_kind for state_kind in state_kinds if state_kind not in (MODEL, MASTER, AVERAGE)]
     if moments is not None and set(stored) != set(moments):
         held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
         hint = f"it holds {held}, this one keeps {needed}. Go on with the optimizer that wrote it"
         raise index.CheckpointError(f"{folder} was written with another optimizer: {hint}")
-    if MODEL not in kinds:
-        raise index.CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
-    return kinds
+    if MODEL not in state_kinds:
+        raise index.CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(state_kinds) or 'nothing'}")
+    return state_kinds
 
 
-def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None, averages: bool) -> dict[str, StoredTensors]:
-    kinds, wanted = check_kinds(folder, moments), [MODEL, MASTER, *(moments or ()), *([AVERAGE] if averages else [])]
-    return {kind: StoredTensors(folder, kind, step) for kind in wanted if kind in kinds}
+def _open_files(folder: Folder, step: int, moments: Sequence[str] | None, averages: bool) -> dict[str, StoredTensors]:
+    held = check_state_kinds(folder, moments)
+    wanted = [MODEL, MASTER, *(moments or ()), *([AVERAGE] if averages else [])]
+    return {state_kind: StoredTensors(folder, state_kind, step) for state_kind in wanted if state_kind in held}
 
 
-def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
+def _logical_shapes(state: ShardedState, state_kind: str) -> Shapes:
     shapes: Shapes = {}
     for bucket in state.buckets:
-        for slot in bucket.layout.slots if state.holds(kind, bucket) else ():
+        for slot in bucket.layout.slots if state.holds(state_kind, bucket) else ():
             shapes |= slot.info.spec.logical_shapes()
     return shapes
 
@@ -219,8 +220,8 @@ def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all
     """Check that the stored tensors are those of this model: the names of all stages, and the shapes of this rank's
     stage.
     """
-    for kind, mine in shapes.items():
-        tensors, wanted = stored[kind], all_shapes[kind]
+    for state_kind, mine in shapes.items():
+        tensors, wanted = stored[state_kind], all_shapes[state_kind]
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.files)]
         problems += [f"{name} belongs to no parameter of this model" for name in sorted(tensors.files.keys() - wanted)]
         for name in sorted(mine.keys() & tensors.files.keys()):
@@ -229,14 +230,14 @@ def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all
                 problems.append(f"{name} has shape {list(found)}, this model needs {list(mine[name])}")
         if problems:
             shown = listed(problems, 5, "; ")
-            raise index.CheckpointError(f"{tensors.folder}/{index.index_name(kind)} is of another model: {shown}")
+            raise index.CheckpointError(f"{tensors.folder}/{index.index_name(state_kind)} is of another model: {shown}")
 
 
 @dataclass(frozen=True)
 class Read:
     """Elements of a parameter that a rank reads into its state."""
 
-    kind: str
+    state_kind: str
     bucket: Bucket
     slot: Slot
     elements: Interval  # of the bucket
@@ -251,55 +252,55 @@ def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
 
 
 def plan_reads(
-    state: ShardedState, copies: Mapping[Bucket, Axis | None], kinds: Sequence[str], tp_index: int
+    state: ShardedState, copies: Mapping[Bucket, Axis | None], state_kinds: Sequence[str], tp_index: int
 ) -> Iterator[Read]:
     """Plan what a rank reads of each state kind.
 
     Args:
-        copies: for a bucket, the ranks that each read one piece and exchange the pieces; None if this rank reads all
-            that it holds.
+        copies: for a bucket, the ranks that each read a part and exchange the parts; None if this rank reads all that
+            it holds.
     """
-    for kind in kinds:
+    for state_kind in state_kinds:
         for bucket in state.buckets:
-            if not _holds(state, kind, bucket):
+            if not _holds(state, state_kind, bucket):
                 continue
             axis = copies[bucket]
-            whole, counted = (bucket.owned, bucket.counted) if axis is None else (_piece(bucket, axis),) * 2
+            whole, counted = (bucket.owned, bucket.counted) if axis is None else (_elements_to_read(bucket, axis),) * 2
             for slot in bucket.layout.slots:
                 is_first = not bucket.is_duplicate and (slot.info.spec.split is not None or tp_index == 0)
                 for elements, is_counted in _cut(intersect(slot.interval, whole), counted):
-                    yield Read(kind, bucket, slot, elements, is_first and is_counted)
+                    yield Read(state_kind, bucket, slot, elements, is_first and is_counted)
 
 
-def _holds(state: ShardedState, kind: str, bucket: Bucket) -> bool:
+def _holds(state: ShardedState, state_kind: str, bucket: Bucket) -> bool:
     """Whether a state kind is read for a bucket.
 
     Frozen parameters have no masters, but their weights are read along with the masters.
     """
-    return kind == MASTER or state.holds(kind, bucket)
+    return state_kind == MASTER or state.holds(state_kind, bucket)
 
 
-def _piece(bucket: Bucket, copies: Axis) -> Interval:
+def _elements_to_read(bucket: Bucket, copies: Axis) -> Interval:
     """Return the elements that this rank reads if all ranks of `copies` hold the same ones."""
-    each = -(-(bucket.owned.stop - bucket.owned.start) // copies.size)
+    each = -(-bucket.owned.size // copies.size)
     start = bucket.owned.start + each * copies.index
     return Interval(start, max(start, min(start + each, bucket.owned.stop)))
 
 
-def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> None:
-    """Gather a bucket after each rank of `copies` has read its piece."""
-    owned, piece = bucket.owned, _piece(bucket, copies)
-    each = -(-(owned.stop - owned.start) // copies.size)
+def _exchange(state: ShardedState, state_kind: str, bucket: Bucket, copies: Axis) -> None:
+    """Gather a bucket after each rank of `copies` has read its elements."""
+    owned, read = bucket.owned, _elements_to_read(bucket, copies)
+    each = -(-owned.size // copies.size)
     values = torch.zeros(each * copies.size)
     mine = values[each * copies.index : each * (copies.index + 1)]
     for slot in bucket.layout.slots:
-        if common := intersect(slot.interval, piece):
-            mine[common.start - piece.start : common.stop - piece.start] = state.read(kind, bucket, common)
+        if common := intersect(slot.interval, read):
+            mine[common.start - read.start : common.stop - read.start] = state.read(state_kind, bucket, common)
     if each:
         all_gather(values, mine, copies).wait()
     for slot in bucket.layout.slots:
         if common := intersect(slot.interval, owned):
-            state.write(kind, bucket, common, values[common.start - owned.start : common.stop - owned.start])
+            state.write(state_kind, bucket, common, values[common.start - owned.start : common.stop - owned.start])
 
 
 def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, bool]]:
@@ -316,27 +317,27 @@ def _read_all(
     """Execute a plan.  State that is in memory is read in place.  Return the number of counted elements by state kind."""
     counts, scratch = Counter[str](), torch.empty(0)
     for read in reads:
-        spec, numel = read.slot.info.spec, read.elements.stop - read.elements.start
-        memory = state.memory(read.kind, read.bucket, read.elements)
+        spec, numel = read.slot.info.spec, read.elements.size
+        memory = state.memory(read.state_kind, read.bucket, read.elements)
         if memory is None and scratch.numel() < numel:
             scratch = torch.empty(numel)
         values = scratch[:numel] if memory is None else memory
-        source = _source(stored, read.kind, spec)
+        source = _source(stored, read.state_kind, spec)
         count = _read_range(source, spec, values, read.elements.start - read.slot.start, spec.axis(at))
         if memory is None:
-            state.write(read.kind, read.bucket, read.elements, values)
-        counts[read.kind] += count if read.is_counted else 0
+            state.write(read.state_kind, read.bucket, read.elements, values)
+        counts[read.state_kind] += count if read.is_counted else 0
     return counts
 
 
-def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> StoredTensors:
+def _source(stored: Mapping[str, StoredTensors], state_kind: str, spec: ParamSpec) -> StoredTensors:
     """Return the tensors to read a state kind from.
 
     If the checkpoint has no masters, as of an fp32 run or a frozen parameter, these are the weights.
     """
-    if kind == MASTER and not (MASTER in stored and spec.logical_shapes().keys() <= stored[MASTER].files.keys()):
+    if state_kind == MASTER and not (MASTER in stored and spec.logical_shapes().keys() <= stored[MASTER].files.keys()):
         return stored[MODEL]
-    return stored[kind]
+    return stored[state_kind]
 
 
 def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, axis: Axis) -> int:

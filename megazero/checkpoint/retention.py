@@ -36,7 +36,7 @@ class Retention:
     by_hash: bool = True
 
 
-def kept_steps(
+def retained_steps(
     val_losses: dict[int, float | None], policy: Retention, data: Mapping[int, str] | None = None
 ) -> set[int]:
     """Return the steps to retain, given the validation loss of each step (None if it was not evaluated).
@@ -127,7 +127,7 @@ class Pruner:
                 losses[step] = index.val_loss_of(folder)
             except index.CheckpointError:
                 unknown.add(step)  # it may be the best one
-        retained = kept_steps(losses, self._policy, data) | unknown
+        retained = retained_steps(losses, self._policy, data) | unknown
         old = [folder for folder in folders if complete and index.step_of(folder) < max(complete)]
         return (
             [folder.name for step, folder in complete.items() if step in retained],

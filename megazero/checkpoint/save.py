@@ -64,11 +64,11 @@ class SavePlan:
     """Which rank writes which tensors; the same for every checkpoint of a run."""
 
     assignments: tuple[Assignment, ...]  # those in which this rank sends or writes
-    writers: tuple[int, ...]  # every rank that writes a file of each kind
+    writers: tuple[int, ...]  # every rank that writes a file of each state kind
 
-    def file(self, kind: str, rank: int) -> str:
+    def file(self, state_kind: str, rank: int) -> str:
         """Return the file name of a writer."""
-        return f"{kind}-{self.writers.index(rank) + 1:05d}-of-{len(self.writers):05d}.safetensors"
+        return f"{state_kind}-{self.writers.index(rank) + 1:05d}-of-{len(self.writers):05d}.safetensors"
 
 
 def plan_saving(source: ShardedState, at: ParallelState, world: Axis) -> SavePlan:
@@ -112,7 +112,7 @@ def save_checkpoint(
         agree(action if at.rank == 0 else lambda: None, axes.world, CheckpointError)
 
     plan = plan or plan_saving(source, at, axes.world)
-    tensor_files = [plan.file(kind, rank) for kind in source.kinds for rank in plan.writers]
+    tensor_files = [plan.file(state_kind, rank) for state_kind in source.kinds for rank in plan.writers]
     on_first(lambda: _prepare(folder, [*tensor_files, *map(index_name, source.kinds), TRAINER_STATE, *files]))
     own = _write_own(folder, source, plan, trainer.step, at, axes.model)
     of_ranks = gather_objects(own, axes.world)
@@ -128,21 +128,22 @@ def _write_own(
     A writer whose disk fails continues to receive tensors and drops them, so that no other rank waits for it.
     """
     written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
-    for kind in source.kinds:
-        held = [entry for entry in plan.assignments if source.holds(kind, source.buckets[entry.bucket])]
+    for state_kind in source.kinds:
+        held = [entry for entry in plan.assignments if source.holds(state_kind, source.buckets[entry.bucket])]
         own = [entry for entry in held if entry.writer == at.rank]
         layout = {
-            name: (source.dtype(kind, source.buckets[entry.bucket]), shape)
+            name: (source.dtype(state_kind, source.buckets[entry.bucket]), shape)
             for entry in own
             for name, shape in entry.logical_shapes().items()
         }
-        file, metadata = plan.file(kind, at.rank) if own else "", {"kind": kind, "step": str(step)}
-        written.tensors[kind] = {name: (file, dtype.itemsize * prod(shape)) for name, (dtype, shape) in layout.items()}
+        file, metadata = plan.file(state_kind, at.rank) if own else "", {"kind": state_kind, "step": str(step)}
+        sizes = {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in layout.items()}
+        written.tensors[state_kind] = {name: (file, size) for name, size in sizes.items()}
         begin = partial(SafetensorsWriter, folder, file, layout, metadata)
         writer = written.attempt(f"{folder}/{file}", begin) if own else None
         if writer is not None:
             open_files[file] = writer
-        for assignment, local in gather_locals(source, kind, held, at, stage, buffers):
+        for assignment, local in gather_locals(source, state_kind, held, at, stage, buffers):
             for name, tensor in assemble(assignment, local).items():
                 if writer is not None:
                     written.attempt(f"{folder}/{file}", partial(writer.write, name, tensor))
@@ -186,7 +187,7 @@ class _Written:
 
     error: str | None = None
     records: dict[str, FileRecord] = field(default_factory=dict)
-    tensors: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)  # kind -> name -> (file, bytes)
+    tensors: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)  # state kind -> name -> (file, bytes)
 
     @property
     def bytes(self) -> int:
@@ -206,7 +207,7 @@ class _Written:
 def _commit(
     folder: Folder,
     of_ranks: Sequence[_Written],
-    kinds: Sequence[str],
+    state_kinds: Sequence[str],
     trainer: TrainerState,
     files: Mapping[str, bytes],
     moves_latest: bool,
@@ -218,10 +219,10 @@ def _commit(
             if written.error is not None:
                 raise CheckpointError(f"rank {rank}: {written.error}")
         small = dict(files)
-        for kind in kinds:
-            tensors = {name: stored for own in of_ranks for name, stored in own.tensors.get(kind, {}).items()}
+        for state_kind in state_kinds:
+            tensors = {name: stored for own in of_ranks for name, stored in own.tensors.get(state_kind, {}).items()}
             files_of_tensors = {name: file for name, (file, _) in sorted(tensors.items())}
-            small[index_name(kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
+            small[index_name(state_kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
         small[TRAINER_STATE] = to_json(asdict(trainer))
         records = {name: record for own in of_ranks for name, record in own.records.items()}
         for name, data in small.items():
@@ -253,7 +254,7 @@ class Assignment:
     bucket: int
     slot: Slot
     writer: int
-    parts: tuple[tuple[int, int, Interval], ...]  # (rank, index in `places`, elements of the bucket); each element once
+    shards: tuple[tuple[int, int, Interval], ...]  # (rank, index in `places`, elements of the bucket), none twice
     places: tuple[tuple[int, int], ...]  # of the local tensors: index in, and size of, the splitting axis
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -296,10 +297,10 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
     ]
     most = _SLACK * sum(prod(slot.info.shape) for _, slot, *_ in slots) / len(load)
     for index, slot, layout, places, ranks in sorted(slots, key=lambda entry: -prod(entry[1].info.shape)):
-        size, parts = prod(slot.info.shape), tuple(_parts(slot, layout, ranks))
+        size, shards = prod(slot.info.shape), tuple(_shards(slot, layout, ranks))
         held: Counter[int] = Counter()
-        for rank, _, run in parts:
-            held[rank] += run.stop - run.start
+        for rank, _, interval in shards:
+            held[rank] += interval.size
         writer = max(held, key=lambda rank: (held[rank], -load[rank], -rank), default=None)
         if writer is None or load[writer] + size > most:
             while loads[0][0] != load[loads[0][1]]:
@@ -308,11 +309,11 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
         load[writer] += size
         heappush(loads, (load[writer], writer))
         if at.rank == writer or at.rank in held:
-            found.append(Assignment(index, slot, writer, parts, places))
+            found.append(Assignment(index, slot, writer, shards, places))
     return tuple(sorted(found, key=lambda entry: (entry.bucket, entry.slot.start, entry.places)))
 
 
-def _parts(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, Interval]]:
+def _shards(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, Interval]]:
     """Yield (rank, index of the local tensor, elements of the bucket) for each shard of a parameter, each element once.
 
     `ranks`: for each local tensor, the ranks that share it.  Its first copy lies on the first of these ranks.
@@ -320,8 +321,8 @@ def _parts(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -
     each = layout.shard_numel
     for number, same in enumerate(ranks):
         for index in range(slot.start // each, -(-slot.stop // each)):
-            run = Interval(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
-            yield same[index], number, run
+            interval = Interval(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
+            yield same[index], number, interval
 
 
 class HostBuffers:
@@ -346,7 +347,7 @@ class HostBuffers:
 
 def gather_locals(
     source: ShardedState,
-    kind: str,
+    state_kind: str,
     assignments: Sequence[Assignment],
     at: ParallelState,
     axis: Axis,
@@ -358,7 +359,7 @@ def gather_locals(
 
     Args:
         source: the state.  A local tensor that the writer itself holds completely on the CPU is yielded without a copy.
-        kind: of state.
+        state_kind: the state to gather, such as exp_avg.
         assignments: those of this rank.
         at: this rank's position.
         axis: the ranks that exchange shards.
@@ -376,7 +377,7 @@ def gather_locals(
             buffers.free += taken
 
     for assignment in assignments:
-        sends, receives, flats, taken = _transfers(source, kind, assignment, at, buffers or HostBuffers())
+        sends, receives, flats, taken = _transfers(source, state_kind, assignment, at, buffers or HostBuffers())
         pendings = exchange(sends, receives, axis)
         sending.append((pendings[: len(sends)], sends))
         while len(sending) > _SENDS_IN_FLIGHT:
@@ -392,32 +393,32 @@ def gather_locals(
 
 
 def _transfers(
-    source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
+    source: ShardedState, state_kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
 ) -> tuple[Messages, Messages, list[Tensor], list[Tensor]]:
     """Return the messages of one parameter.  On its writer, also return the flat local tensors and the buffers they
     use.
     """
     bucket, slot = source.buckets[assignment.bucket], assignment.slot
-    dtype = source.dtype(kind, bucket)
+    dtype = source.dtype(state_kind, bucket)
     nbytes = prod(slot.info.shape) * dtype.itemsize
     sends: Messages = []
     receives: Messages = []
     flats = [torch.empty(0) for _ in assignment.places]
     taken: list[Tensor] = []
-    for rank, number, run in assignment.parts:
+    for rank, number, interval in assignment.shards:
         if at.rank not in (rank, assignment.writer):
             continue
-        own = source.read(kind, bucket, run).detach() if rank == at.rank else None
+        own = source.read(state_kind, bucket, interval).detach() if rank == at.rank else None
         if own is not None and assignment.writer != at.rank:
             sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
-        if own is not None and run == slot.interval:
+        if own is not None and interval == slot.interval:
             flats[number] = own.cpu()
             continue
         if not flats[number].numel():
             taken.append(buffers.take(nbytes))
             flats[number] = taken[-1][:nbytes].view(dtype)
-        target = flats[number][run.start - slot.start : run.stop - slot.start]
+        target = flats[number][interval.start - slot.start : interval.stop - slot.start]
         if own is None:
             receives.append((target, rank))
         else:
@@ -443,10 +444,10 @@ def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tenso
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 
-def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
+def gather_logical(source: ShardedState, state_kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Yield every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
-    assignments = assign_writers(source.buckets, at)
+    assignments, buckets = assign_writers(source.buckets, at), source.buckets
     # As `load`: what has no masters has its weights among them.
-    held = [entry for entry in assignments if kind == MASTER or source.holds(kind, source.buckets[entry.bucket])]
-    for assignment, local in gather_locals(source, kind, held, at, at.model):
+    held = [entry for entry in assignments if state_kind == MASTER or source.holds(state_kind, buckets[entry.bucket])]
+    for assignment, local in gather_locals(source, state_kind, held, at, at.model):
         yield from assemble(assignment, local).items()

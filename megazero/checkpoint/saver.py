@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -49,21 +50,22 @@ class Snapshot(ShardedState):
         self.state, self.at, self._device = state, at, at.device
         self._copies: dict[tuple[str, Bucket], Tensor] = {}
 
-    def _parts(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Bucket]]:
-        return ((kind, bucket) for kind in kinds for bucket in self.buckets if self.holds(kind, bucket))
+    def _arrays(self, state_kinds: tuple[str, ...]) -> Iterator[tuple[str, Bucket]]:
+        return (array for array in product(state_kinds, self.buckets) if self.holds(*array))
 
     def reserve(self, limit: int) -> str | None:
         """Allocate memory for a copy of all state kinds, at most `limit` bytes.  Return the reason if it cannot, else
         None.
         """
-        sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
-        needed = sum(numel * self.dtype(*part).itemsize for part, numel in sizes.items())
+        arrays = self._arrays(self.known_kinds)
+        sizes = {(state_kind, bucket): bucket.counted.size for state_kind, bucket in arrays}
+        needed = sum(numel * self.dtype(*array).itemsize for array, numel in sizes.items())
         if needed > limit:
             return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
         pins = self._device.type == "cuda"  # pinned memory is copied to at full speed
         try:
-            for part, numel in sizes.items():
-                self._copies[part] = in_host_memory(numel, self.dtype(*part), pin=pins, remedy=_REMEDY).tensor
+            for array, numel in sizes.items():
+                self._copies[array] = in_host_memory(numel, self.dtype(*array), pin=pins, remedy=_REMEDY).tensor
         except StorageError as error:
             return str(error)
         return None
@@ -71,19 +73,19 @@ class Snapshot(ShardedState):
     def take(self) -> None:
         """Copy the current state."""
         self.kinds = self.state.kinds
-        for kind, bucket in self._parts(self.kinds):
+        for state_kind, bucket in self._arrays(self.kinds):
             # the optimizer's state is contiguous within a group
-            for _, part in bucket.layout.intervals(lambda info: info.group):
-                run = intersect(part, bucket.counted)
-                if run is not None:
-                    self.read(kind, bucket, run).copy_(self.state.read(kind, bucket, run), non_blocking=True)
+            for _, group in bucket.layout.intervals(lambda info: info.group):
+                if (interval := intersect(group, bucket.counted)) is not None:
+                    source = self.state.read(state_kind, bucket, interval)
+                    self.read(state_kind, bucket, interval).copy_(source, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
+    def read(self, state_kind: str, bucket: Bucket, interval: Interval) -> Tensor:
         """Return the copied elements, 1-D."""
         first = bucket.counted.start
-        return self._copies[kind, bucket][run.start - first : run.stop - first]
+        return self._copies[state_kind, bucket][interval.start - first : interval.stop - first]
 
 
 def snapshot_of(state: ShardedState, at: ParallelState, host_memory_bytes: int | None) -> Snapshot:

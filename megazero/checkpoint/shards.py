@@ -27,7 +27,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files that hold the tensors of one kind."""
+    """The files that hold the tensors of one state kind."""
 
     records: dict[str, FileRecord]
     index: bytes  # what stock tools read
@@ -63,17 +63,17 @@ def write_shards(
     read: Callable[[str], Tensor],
     limit: int,
     *,
-    kind: str = MODEL,
+    state_kind: str = MODEL,
     single: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> ModelFiles:
-    """Write the tensors of one kind as `model-00001-of-0000n.safetensors`.
+    """Write the tensors of one state kind as `model-00001-of-0000n.safetensors`.
 
     Args:
         tensors: dtype and shape of each tensor in the file.
         read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
-        kind: before the numbers of the files.
+        state_kind: the first word of the file names.
         single: name of the file if one is enough; None numbers it all the same.
 
     Raises:
@@ -86,7 +86,7 @@ def write_shards(
     tensor_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
     folder.on_bytes(tensor_bytes, 0)
     for number, held in enumerate(files, 1):
-        file = single if single and len(files) == 1 else f"{kind}-{number:05d}-of-{len(files):05d}.safetensors"
+        file = single if single and len(files) == 1 else f"{state_kind}-{number:05d}-of-{len(files):05d}.safetensors"
         writer = SafetensorsWriter(folder, file, held, metadata)
         try:
             for name, (dtype, shape) in held.items():
@@ -101,14 +101,14 @@ def write_shards(
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    def is_finite(values: Tensor) -> bool:  # part by part, because the test copies
-        return all(bool(part.isfinite().all()) for part in values.reshape(-1).split(CHUNK_ELEMENTS))
+    def is_finite(values: Tensor) -> bool:  # block by block, because the test copies
+        return all(bool(block.isfinite().all()) for block in values.reshape(-1).split(CHUNK_ELEMENTS))
 
     converted = tensor.contiguous().to(dtype)
     if not is_finite(converted):
         if not is_finite(tensor):
             raise CheckpointError(f"{name} holds values that are not numbers, or infinite ones")
-        largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
+        largest = max(float(block.abs().max()) for block in tensor.reshape(-1).split(CHUNK_ELEMENTS))
         hint = "choose another dtype"
         raise CheckpointError(f"{name} has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; {hint}")
     return converted

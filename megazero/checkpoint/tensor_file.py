@@ -2,7 +2,7 @@
 
     u64 header length | JSON header, padded to 8 bytes | bytes of tensor 0 | bytes of tensor 1 | ...
 
-The header also names the kind and step, so that a file copied over another is refused even if hashes are not checked.
+The header also names the state kind and step, so that a file copied over another is refused even if hashes are not checked.
 
 Source: the safetensors format.  Its own library reads and writes only whole local files.
 """
@@ -132,21 +132,21 @@ def _read(read_bytes: ReadBytes, start: int, stop: int) -> Tensor:
 
 
 class StoredTensors:
-    """The logical tensors of one kind in a checkpoint, by name; a file is opened when one of its tensors is asked for.
+    """The logical tensors of one state kind in a checkpoint, by name; a file is opened when one of its tensors is asked for.
 
     Args:
-        kind: "model", "master", "exp_avg", ...
+        state_kind: "model", "master", "exp_avg", ...
         step: of the checkpoint, if known; files with another one are refused.
 
     Attributes:
         files: the file that holds each tensor.
 
-    Raises: as `read_errors`, also for a tensor; DamagedError for a file of another kind or step.
+    Raises: as `read_errors`, also for a tensor; DamagedError for a file of another state kind or step.
     """
 
-    def __init__(self, location: Location, kind: str, step: int | None = None) -> None:
-        self.folder, self._index = folder_at(location), index_name(kind)
-        self._expected = {"kind": kind} | ({} if step is None else {"step": str(step)})
+    def __init__(self, location: Location, state_kind: str, step: int | None = None) -> None:
+        self.folder, self._index = folder_at(location), index_name(state_kind)
+        self._expected = {"kind": state_kind} | ({} if step is None else {"step": str(step)})
         with read_errors(f"{self.folder}/{self._index}"):
             self.files: dict[str, str] = dict(json.loads(self.folder.read(self._index))["weight_map"])
         self._open: dict[str, dict[str, StoredTensor]] = {}

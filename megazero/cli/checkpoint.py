@@ -65,7 +65,7 @@ def options_of(
 @app.command()
 def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
     """List a checkpoint's tensors, shapes and dtypes, its step, and the cluster that wrote it; or the steps of a run."""
-    from megazero.checkpoint.index import is_complete, kinds_of, read_manifest, read_trainer_state, step_folders
+    from megazero.checkpoint.index import is_complete, read_manifest, read_trainer_state, state_kinds_of, step_folders
     from megazero.checkpoint.tensor_file import StoredTensors
 
     with user_errors():
@@ -73,11 +73,11 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
             _list_steps(steps)
             return
         files, trainer = read_manifest(directory), read_trainer_state(directory)
-        kinds = {kind: StoredTensors(directory, kind) for kind in kinds_of(files)}
-        table = Table("tensor", "shape", "dtype", *kinds, box=None)
-        weights = kinds["model"]
+        state_kinds = {state_kind: StoredTensors(directory, state_kind) for state_kind in state_kinds_of(files)}
+        table = Table("tensor", "shape", "dtype", *state_kinds, box=None)
+        weights = state_kinds["model"]
         for name in sorted(weights.files):
-            marks = ["yes" if name in stored.files else "-" for stored in kinds.values()]
+            marks = ["yes" if name in stored.files else "-" for stored in state_kinds.values()]
             dtype = str(weights[name].dtype).removeprefix("torch.").replace("float", "f").upper()
             table.add_row(name, " x ".join(map(str, weights[name].shape)), dtype, *marks)
         parameters = sum(prod(weights[name].shape) for name in weights.files)
@@ -191,8 +191,9 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
         table = Table("tensor", "kind", "shape and dtype", "elements that differ", *right, "", box=None)
         for tensor in found.tensors[:rows]:
             count = f"{tensor.differing:,} of {tensor.elements:,}" if tensor.elements else "not compared"
-            cells = tensor.name, tensor.kind, tensor.described, count, f"{tensor.max_abs:.3g}", f"{tensor.relative:.3g}"
-            table.add_row(*cells, "close" if tensor.is_close else "")
+            gaps = f"{tensor.max_abs:.3g}", f"{tensor.relative:.3g}"
+            close = "close" if tensor.is_close else ""
+            table.add_row(tensor.name, tensor.state_kind, tensor.shapes, count, *gaps, close)
         print_table(table)
         if rows is not None and len(found.tensors) > rows:
             print(f"... and {len(found.tensors) - rows} more; --all shows them")

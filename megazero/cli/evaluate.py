@@ -122,8 +122,8 @@ def generate(
         from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
 
         folder_and_state, device = _open_step(step)
-        if (kind := PretrainedConfig.get_config_dict(step)[0]["model_type"]) not in CONFIG_MAPPING:
-            raise ValueError(f"{step} is a {kind}, which transformers does not compute: generate from your own script")
+        if (family := PretrainedConfig.get_config_dict(step)[0]["model_type"]) not in CONFIG_MAPPING:
+            raise ValueError(f"transformers does not compute a {family}, as {step} is: generate from your own script")
         tokenizer = load_tokenizer_of(*folder_and_state)
         model: Any = AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
         model.to(device)

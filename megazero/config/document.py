@@ -136,17 +136,17 @@ def _for_toml(schema: Any) -> Any:
 
 def where_text(field: FieldInfo) -> str:
     """Return a sentence on when a key has an effect; "" if it always has."""
-    parts = []
+    conditions = []
     for item in field.metadata:
         if isinstance(item, ActsWhere):
             values = item.values_in(RunConfig())
-            is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
+            listed = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
             section, _, key = item.keys.rpartition(".")
             other = keys().get(section, {}).get(key)
             is_number = item.above or (other is not None and type(other.default) in (int, float))
             above = f"> {item.above}" if is_number else "is set"
-            parts.append(f"{' or '.join(item.keys.split())} {is_one if values else above}")
-    return f" Only where {' and '.join(parts)}." if parts else ""
+            conditions.append(f"{' or '.join(item.keys.split())} {listed if values else above}")
+    return f" Only where {' and '.join(conditions)}." if conditions else ""
 
 
 def type_text(field: FieldInfo) -> str:
@@ -158,15 +158,15 @@ def _text(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """Describe the values of a type and its constraints."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:  # pydantic's Field(...) keeps its constraints one level down
-        return _text(arguments[0], tuple(part for item in arguments[1:] for part in getattr(item, "metadata", (item,))))
+        return _text(arguments[0], tuple(each for item in arguments[1:] for each in getattr(item, "metadata", (item,))))
     for item in metadata:
         if isinstance(item, NameIn | Spelling):
             return item.text if isinstance(item, Spelling) else " or ".join(map(toml_value, item.registry))
     if origin in (Literal, Union, UnionType):
-        say = toml_value if origin is Literal else _text
-        return " or ".join(say(part) for part in arguments if part is not NoneType)
+        text_of = toml_value if origin is Literal else _text
+        return " or ".join(text_of(item) for item in arguments if item is not NoneType)
     if origin is tuple:
-        items = [_text(part) for part in arguments if part is not Ellipsis]
+        items = [_text(item) for item in arguments if item is not Ellipsis]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
     if is_section(annotation):
         return "{ " + ", ".join(annotation.model_fields) + " }"

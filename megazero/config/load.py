@@ -186,15 +186,15 @@ def _read(path: Path) -> Tables:
 
 def _override(tables: Tables, text: str) -> Problem | None:
     """Apply one `section.key=value` to the tables, or say why it cannot be."""
-    name, separator, written = (part.strip() for part in text.partition("="))
+    name, separator, written = (word.strip() for word in text.partition("="))
     *outer, key = name.split(".")
     if not separator or not all((*outer, key)) or "://" in name:  # a URL holds "=" where it has a query
         return Problem("override", text, "must have the form section.key=value", "for example training.steps=100")
     if name in sections():
         return Problem("override", text, f"{name} is a section", f"name one of its keys: {name}.key=value")
     table: Any = tables
-    for depth, part in enumerate(outer, start=1):
-        table = table.setdefault(part, {})
+    for depth, section in enumerate(outer, start=1):
+        table = table.setdefault(section, {})
         if not isinstance(table, dict):
             home = ".".join(outer[:depth])
             # If the file makes a section a value, the schema reports it.

@@ -90,13 +90,13 @@ def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
 
 
 def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
-    """Return the first part of a pydantic location, which exists in the file; the rest names types or missing keys."""
+    """Return how far a pydantic location exists in the file; the rest of it names types or missing keys."""
     value: Any = tables
-    for depth, part in enumerate(location):
-        inside = isinstance(value, dict) and part in value
-        if not inside and not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+    for depth, key in enumerate(location):
+        inside = isinstance(value, dict) and key in value
+        if not inside and not (isinstance(value, list) and isinstance(key, int) and key < len(value)):
             return location[:depth]
-        value = value[part]
+        value = value[key]
     return location
 
 
@@ -113,8 +113,8 @@ def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) ->
 
 def _must(error: ErrorDetails) -> str:
     if error["type"] == "missing":
-        part = error["loc"][-1]
-        return f"have {part + 1} values" if isinstance(part, int) else f"have a {part}"
+        key = error["loc"][-1]
+        return f"have {key + 1} values" if isinstance(key, int) else f"have a {key}"
     if error["type"] not in _MUST:
         return error["msg"]
     context = {key: str(item).removesuffix(".0").replace("'", '"') for key, item in error.get("ctx", {}).items()}
@@ -148,7 +148,7 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
     Args:
         errors: pydantic's errors on the value.
     """
-    kinds, contexts = {error["type"] for error in errors}, [error.get("ctx", {}) for error in errors]
+    types, contexts = {error["type"] for error in errors}, [error.get("ctx", {}) for error in errors]
     expected = [context.get("expected", "") for context in contexts]
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
@@ -162,15 +162,15 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
     elif isinstance(value, float) and math.isfinite(value):
         yield from sorted({math.floor(value), math.ceil(value)})
     elif type(value) is int:
-        if "bool_type" in kinds and value in (0, 1):
+        if "bool_type" in types and value in (0, 1):
             yield bool(value)
         numbers = [int(number) for text in expected for number in re.findall(r"\b\d+\b", text)]
         yield from sorted(numbers, key=lambda number: abs(number - value))[:1]
     elif isinstance(value, list):
         yield from (context["listed"] for context in contexts if context.get("listed"))
-    if "tuple_type" in kinds:
+    if "tuple_type" in types:
         yield [value]
-    if "string_type" in kinds:
+    if "string_type" in types:
         yield value if isinstance(value, str) else toml_value(value)
     if not (isinstance(value, float) and math.isnan(value)):
         yield from (context[bound] for context in contexts for bound in ("ge", "le") if bound in context)
@@ -178,14 +178,14 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
 
 def _get(tables: dict[str, Any], path: Path) -> Any:
     value: Any = tables
-    for part in path:
-        value = value[part]
+    for key in path:
+        value = value[key]
     return value
 
 
 def _name(path: Path) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")
+    steps = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return "".join(steps).removeprefix(".")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

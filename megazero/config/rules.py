@@ -296,8 +296,8 @@ def _shape_rule_capped_attention_returns_no_log_sum_exp(config: RunConfig) -> It
     capped = f"where model.attn_logit_softcapping={cap}: its kernel returns no log-sum-exp to"
     if cap is not None and cp > 1:
         yield Problem("parallel.cp", cp, f"must be 1 {capped} merge", "shard with parallel.tp or parallel.pp instead")
-    keeps = any(config.activations.of_stage(stage).keep_attention for stage in range(config.parallel.pp))
-    if cap is not None and keeps:
+    saves = any(config.activations.of_stage(stage).keep_attention for stage in range(config.parallel.pp))
+    if cap is not None and saves:
         yield Problem("activations.keep_attention", True, f"must be false {capped} keep", "leave it out")
 
 
@@ -488,7 +488,7 @@ def _rule_averaged_saves_are_regular(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.save_every_steps", 0, rule, "write the steps between two saves")
 
 
-def _rule_validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
+def _rule_validation_sources_are_held_out(config: RunConfig) -> Iterator[Problem]:
     data, key = config.data, "data.validation_sources"
     trained_on = {source.path for source in data.sources}
     labels = Counter(source.label for source in data.validation_sources)
@@ -529,7 +529,7 @@ def _shapes_fit_the_model(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
-def _rule_what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
+def _rule_partitioned_inputs_are_not_saved_whole(config: RunConfig) -> Iterator[Problem]:
     """Recomputing the residual stream starts from the whole input of a layer; a shard of it would be saved in addition."""
     own = config.activations
     regions = [own.of_stage(rank).regions for rank in (-1, *(table.stage for table in own.stages))]
@@ -571,7 +571,7 @@ def _shape_rule_fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}; {nearest}")
 
 
-def _shape_rule_logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_logits_chunks_hold_some_tokens(config: RunConfig) -> Iterator[Problem]:
     """A chunk is a pass of the head: of a few tokens each a sample has thousands, which check would trace for minutes."""
     training, model = config.training, config.model
     tokens = min(128, -(-model.seq_len // 16))
@@ -598,6 +598,6 @@ def _rule_elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem
         yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
 
 
-# Whoever writes a rule has it checked: of a shape, which an elastic run has several of, or of the run.
+# Every function with such a name is checked: for each shape of an elastic run, or once for the run.
 _SHAPE_RULES: tuple[Rule, ...] = tuple(rule for name, rule in [*globals().items()] if name.startswith("_shape_rule_"))
 RULES: tuple[Rule, ...] = tuple(rule for name, rule in [*globals().items()] if name.startswith("_rule_"))

@@ -28,15 +28,15 @@ from megazero.settings import (
     ActsWhere,
     Count,
     CountOrZero,
+    Fraction,
     NameIn,
     PathText,
     PlaceText,
     Positive,
     PositiveOrZero,
+    ProperFraction,
     Seconds,
     Section,
-    Share,
-    ShareBelowOne,
     Spelling,
     Text,
 )
@@ -196,8 +196,8 @@ class OffloadConfig(Section):
     optimizer: Annotated[Place, ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded")] = "none"
     #: Where stage 3 keeps its shard of the weights.
     parameters: Annotated[Place, ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")] = "none"
-    #: Share of the optimizer state that is offloaded; the rest stays on the device.
-    ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
+    #: Fraction of the optimizer state that is offloaded; the rest stays on the device.
+    ratio: Annotated[Fraction, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state moves")] = 1.0
     #: Directory for the files, on a local disk of each node; they are removed when the run ends.
     nvme_path: Annotated[
         PathText | None,
@@ -351,8 +351,8 @@ class DataConfig(Section):
     tokenizer: PathText = "byte"
     #: Token of the tokenizer that ends a document. Unset: that of the data, or else of the tokenizer (docs/data.md).
     eod_token: Text | None = None
-    #: Share of the samples that are held out for evaluation and never trained on.
-    validation_fraction: ShareBelowOne = 0.005
+    #: Fraction of the samples that are held out for evaluation and never trained on.
+    validation_fraction: ProperFraction = 0.005
     #: Further sources to evaluate on, each with its own loss: a path, or { path, name, every_steps, samples }.
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()
     #: Separate documents: attention and targets do not cross their borders, and positions begin at 0 in each.
@@ -457,7 +457,7 @@ class AverageConfig(Section):
     #: "ema": decay * average + (1 - decay) * weights after each step; "saves": the mean of the weights of the last saves.
     kind: Literal["none", "ema", "saves"] = "none"
     #: Decay of the EMA in a step.
-    decay: Annotated[ShareBelowOne, ActsWhere("average.kind", ("ema",), "nothing decays")] = 0.999
+    decay: Annotated[ProperFraction, ActsWhere("average.kind", ("ema",), "nothing decays")] = 0.999
     #: Number of saves in the mean: the last ones of the run, by checkpoint.save_every_steps; before, the newest save alone.
     last: Annotated[Count, ActsWhere("average.kind", ("saves",), "no saves are averaged")] = 5
 

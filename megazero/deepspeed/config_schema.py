@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from megazero.config.schema import Stage, is_section
-from megazero.settings import LARGEST_COUNT, Count, CountOrZero, PositiveOrZero, Problem, Section, Share, Spelling
+from megazero.settings import LARGEST_COUNT, Count, CountOrZero, Fraction, PositiveOrZero, Problem, Section, Spelling
 
 
 def _lower(value: object) -> object:
@@ -87,7 +87,7 @@ class OffloadParamBlock(Section):
 class OffloadOptimizerBlock(OffloadParamBlock):
     """Where optimizer state is stored."""
 
-    ratio: Share = 1.0
+    ratio: Fraction = 1.0
 
 
 class ZeroBlock(Section):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import intact_model
 from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
-from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
+from megazero.checkpoint.index import CheckpointError, read_manifest, state_kinds_of
 from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
@@ -40,8 +40,9 @@ def average_steps(steps: Sequence[str], out: str) -> Imported:
         for folder, (_, other) in zip(folders, found, strict=True):
             if logical_shapes(other) != shapes:
                 raise CheckpointError(f"{folder} holds another model than {folders[-1]}: their tensors differ")
-            kinds = [StoredTensors(folder, kind) for kind in (MODEL, MASTER) if kind in kinds_of(read_manifest(folder))]
-            stored.append({name: tensors[name] for tensors in kinds for name in tensors.files})  # masters over weights
+            held = [name for name in (MODEL, MASTER) if name in state_kinds_of(read_manifest(folder))]
+            opened = [StoredTensors(folder, state_kind) for state_kind in held]
+            stored.append({name: tensors[name] for tensors in opened for name in tensors.files})  # masters over weights
         dtype = StoredTensors(folders[-1], MODEL)[next(iter(shapes))].dtype
         means = {name: LazyTensor(shape, dtype, partial(_mean, stored, name)) for name, shape in shapes.items()}
         both = {MODEL: means} | ({} if dtype == torch.float32 else {MASTER: means})

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import Exported, intact_model
-from megazero.checkpoint.index import CheckpointError, TrainerState, kinds_of, read_manifest
+from megazero.checkpoint.index import CheckpointError, TrainerState, read_manifest, state_kinds_of
 from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
@@ -115,7 +115,7 @@ def _state(
     folder: Folder, trainer: TrainerState, model: ModelConfig, table: NameTable, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]], int]:
     """Return the state to save, with meta tensors; a reader for each, by flat name; and the bytes of all tensors."""
-    kinds = kinds_of(read_manifest(folder))
+    kinds = state_kinds_of(read_manifest(folder))
     weights = StoredTensors(folder, MASTER if MASTER in kinds else MODEL)
     moments = {kind: StoredTensors(folder, kind) for kind in ADAM if kind in kinds}
     if other := [kind for kind in kinds if kind not in (MODEL, MASTER, AVERAGE, *ADAM)]:

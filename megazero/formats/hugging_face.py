@@ -194,7 +194,7 @@ def write_step(
         layout |= {name: (torch.float32, layout[name][1]) for name in in_fp32 & layout.keys()}
         metadata = {"kind": kind, "step": str(trainer.step)}
         read = partial(_read, tensors, kind)
-        written = write_shards(target, layout, read, max_shard_bytes, kind=kind, metadata=metadata)
+        written = write_shards(target, layout, read, max_shard_bytes, state_kind=kind, metadata=metadata)
         records |= written.records
         small[index.index_name(kind)] = written.index
         tensor_bytes += written.tensor_bytes

@@ -19,8 +19,8 @@ from megazero.settings import (
     NameIn,
     Positive,
     PositiveOrZero,
+    ProperFraction,
     Section,
-    ShareBelowOne,
     Spelling,
     Text,
     toml_value,
@@ -258,7 +258,7 @@ class ModelConfig(Section):
         ),
     ] = None
     #: Probability of dropping an element after the embedding and after each residual branch.
-    dropout: ShareBelowOne = 0.0
+    dropout: ProperFraction = 0.0
     #: Standard deviation of the initial weights.
     init_std: Positive = 0.02
 

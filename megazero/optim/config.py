@@ -11,12 +11,12 @@ from megazero.settings import (
     Count,
     CountOrZero,
     Epsilon,
+    Fraction,
     NameIn,
     Positive,
     PositiveOrZero,
+    ProperFraction,
     Section,
-    Share,
-    ShareBelowOne,
     Spelling,
 )
 
@@ -52,11 +52,11 @@ class OptimizerConfig(Section):
     #: Peak learning rate.
     lr: Positive = 3e-4
     #: Decay of the running means of the gradient and of its square.
-    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False), _of_optimizers("betas")] = (0.9, 0.95)
-    #: Share of the last update that is added to the next.
-    momentum: Annotated[ShareBelowOne, _of_optimizers("momentum")] = 0.0
+    betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False), _of_optimizers("betas")] = (0.9, 0.95)
+    #: Fraction of the last update that is added to the next.
+    momentum: Annotated[ProperFraction, _of_optimizers("momentum")] = 0.0
     #: Decay of the running mean of a matrix's gradient, which muon makes orthogonal.
-    matrix_momentum: Annotated[ShareBelowOne, _of_optimizers("matrix_momentum")] = 0.95
+    matrix_momentum: Annotated[ProperFraction, _of_optimizers("matrix_momentum")] = 0.95
     #: Largest attention score beyond which muon shrinks a head's q and k (QK-clip; Kimi K2: 100). See docs/recipes.md.
     qk_clip: Annotated[Positive | None, _of_optimizers("qk_clip")] = None
     #: Peak learning rate of what muon leaves to AdamW: embeddings, head, norms and biases; None for `lr`.
@@ -78,10 +78,10 @@ class LrScheduleConfig(Section):
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
     #: Steps of linear rise to the peak.
     warmup_steps: CountOrZero = 0
-    #: Learning rate of the last update, as a share of the peak; steps without an update keep it from there.
-    min_lr_ratio: Annotated[Share, _of_lr_schedules("min_lr_ratio")] = 0.1
-    #: Last share of the updates, in which the rate decays.
-    decay_fraction: Annotated[Share, _of_lr_schedules("decay_fraction")] = 0.2
+    #: Learning rate of the last update, as a fraction of the peak; steps without an update keep it from there.
+    min_lr_ratio: Annotated[Fraction, _of_lr_schedules("min_lr_ratio")] = 0.1
+    #: Last fraction of the updates, in which the rate decays.
+    decay_fraction: Annotated[Fraction, _of_lr_schedules("decay_fraction")] = 0.2
     #: Form of that decay; exponential is 2 * 0.5^x - 1 (Megatron-LM), 1-sqrt is 1 - sqrt(x) (Hägele et al. 2024).
     decay_shape: Annotated[Literal["linear", "cosine", "exponential", "1-sqrt"], _of_lr_schedules("decay_shape")] = (
         "linear"

@@ -87,7 +87,7 @@ class ElementwiseOptimizer:
 
     def __post_init__(self) -> None:
         if self.elementwise is not True:
-            hint = "if it does, say elementwise=True"
+            hint = "if it does, pass elementwise=True"
             raise ValueError(f"{self.cls.__name__} must act element by element to run on shards; {hint}")
 
     def settings(self, section: OptimizerConfig) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tupl
 
 def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: list[Tensor]) -> dict[str, bool]:
     """Return the option for the fastest kernel that works for these tensors, found by trying each on one element."""
-    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-    dummies = [torch.zeros(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in kinds]
+    used = {(tensor.device, tensor.dtype) for tensor in tensors}
+    dummies = [torch.zeros(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in used]
     for dummy in dummies:
         dummy.grad = torch.zeros_like(dummy)
     for option in ("fused", "foreach"):

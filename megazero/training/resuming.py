@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.load import check_kinds
+from megazero.checkpoint.load import check_state_kinds
 from megazero.checkpoint.lock import checkpoints_of
 from megazero.config import RunConfig
 from megazero.engine import Position, phases
@@ -70,7 +70,7 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
         trainer = index.read_trainer_state(origin)
         data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
         phases.check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
-        check_kinds(origin, optimizer_of(config.optimizer).known_states if trainer.optimizer_steps else None)
+        check_state_kinds(origin, optimizer_of(config.optimizer).known_states if trainer.optimizer_steps else None)
         position = phases.position_after(trainer, config, data)
         lines = [f"goes on from {origin}, step {position.step:,}, whose files were not verified"]
         lines += tell_changes(trainer, config, position)

@@ -89,7 +89,7 @@ def test_a_key_that_it_does_not_take_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_registration_says_that_it_acts_element_by_element() -> None:
-    with pytest.raises(ValueError, match="say elementwise=True"):
+    with pytest.raises(ValueError, match="pass elementwise=True"):
         ElementwiseOptimizer(torch.optim.SGD, elementwise=False)
     with pytest.raises(ValueError, match="'adamw' is already registered"):
         OPTIMIZERS.register("adamw", ElementwiseOptimizer(torch.optim.SGD, elementwise=True))

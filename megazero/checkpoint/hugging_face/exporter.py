@@ -70,15 +70,15 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
             f"{folder} was trained with {' and '.join(options)}, which transformers does not compute in a {model.family}: "
             "it cannot be exported, and goes on in megazero"
         )
-    kinds = index.kinds_of(index.read_manifest(folder))
-    if averaged and AVERAGE not in kinds:
+    state_kinds = index.state_kinds_of(index.read_manifest(folder))
+    if averaged and AVERAGE not in state_kinds:
         raise index.CheckpointError(f"{folder} holds no averages of the weights: [average] of the run was none")
     weights = StoredTensors(folder, MODEL)
     shapes, in_fp32 = logical_shapes(model), buffers(model)
     stored = weights[next(iter(shapes.keys() - in_fp32))].dtype
     wanted = DTYPES[dtype] if dtype else stored
     wide = AVERAGE if averaged else MASTER  # fp32
-    masters = StoredTensors(folder, wide) if averaged or (wanted != stored and MASTER in kinds) else None
+    masters = StoredTensors(folder, wide) if averaged or (wanted != stored and MASTER in state_kinds) else None
     tensors: Layout = {name: (torch.float32 if name in in_fp32 else wanted, shape) for name, shape in shapes.items()}
 
     def read(name: str) -> Tensor:
