@@ -152,7 +152,7 @@ def measure(rank: int, run: ResolvedRun) -> Measured:
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = random_batches(run, engine.share)
+        batches = random_batches(run, engine.batch_slice)
         for _ in range(3):
             counted, _ = watched_step(engine, batches, live.start)
     traffic, at = state.traffic, state.at

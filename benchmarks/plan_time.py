@@ -140,7 +140,7 @@ class Rank:
         state = ParallelState(run.grid, rank, Links(timeout_seconds=120, local_world_size=here))
         self.dp_index = 0
         self.engine = initialize(run.config, state)
-        self._batches = random_batches(run, self.engine.share)
+        self._batches = random_batches(run, self.engine.batch_slice)
 
     def step(self, *_: Tensor) -> float:
         """One step on the same batch."""

@@ -37,7 +37,7 @@ def main(overrides: list[str]) -> None:
 
     while position.step < steps:
         first, end = position.samples, run.samples_after(position.samples)
-        batches = read_batches(corpus.train, first, end - first, run.micro_batch_size, engine.share)
+        batches = read_batches(corpus.train, first, end - first, run.micro_batch_size, engine.batch_slice)
         lr = config.optimizer.lr * learning_rate_factor(config.lr_schedule, position.step, steps)
         statistics = engine.train_step(batches, lr)
         position = Position(position.step + 1, end, position.tokens + statistics.tokens)

@@ -33,7 +33,7 @@ from megazero.models.blocks import PostNormBlock
 from megazero.models.gpt import Block, Embedding, GPTStage, Head
 from megazero.models.stages import StageLayout, by_rank, cut
 from megazero.plan.unit_trace import EMBEDDING, HEAD
-from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.action import Action, Op, Schedule
 from megazero.zero.sharding import DTYPES
 
 _FP32, _INT64, _BOOL = 4, 8, 1
@@ -233,11 +233,11 @@ def peak_bytes(actions: Sequence[Action], kept: Sequence[int], queued: Sequence[
     now = most = 0
     for action in actions:
         chunk = action.chunk
-        if action.kind is ActionKind.FORWARD:
+        if action.op is Op.FORWARD:
             now += kept[chunk]
-        elif action.kind is ActionKind.BACKWARD:
+        elif action.op is Op.BACKWARD:
             now += (queued[chunk] if splits else 0) - kept[chunk]
-        elif action.kind is ActionKind.WEIGHT:
+        elif action.op is Op.WEIGHT:
             now -= queued[chunk]
         most = max(most, now)
     return most

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
-from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
+from megazero.schedules.action import Action, MessageAction, Op, Schedule
 from megazero.schedules.proof import Costs
 
 WAIT = "wait"
@@ -35,7 +35,7 @@ def pair_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action, ...]
     for first in range(max(0, at - 2), at + 1):
         if (rank, order[first]) in schedule.beside:
             backward, *rest = order[first + 1 : first + 3]
-            weight = Action(ActionKind.WEIGHT, backward.microbatch, backward.chunk)
+            weight = Action(Op.WEIGHT, backward.microbatch, backward.chunk)
             parts = order[first : first + 2 + (rest == [weight])]
             if action in parts:
                 return parts
@@ -56,12 +56,12 @@ def makespan(schedule: Schedule, ranks: Sequence[Operations], costs: Costs | Non
     """When the last action ends.  Raises: CycleError for a deadlock, ValueError for a message with one side."""
     costs = costs or Costs()
     before: dict[Hashable, set[Hashable]] = {}
-    sides: defaultdict[Hashable, list[ActionKind]] = defaultdict(list)
+    sides: defaultdict[Hashable, list[Op]] = defaultdict(list)
     for rank, operations in enumerate(ranks):
         for event, earlier in _events(schedule, rank, operations, sides):
             before.setdefault(event, set()).update(earlier)
     for message, kinds in sides.items():
-        if sorted(kinds) != [ActionKind.RECV, ActionKind.SEND]:
+        if sorted(kinds) != [Op.RECV, Op.SEND]:
             raise ValueError(f"{message} has the sides {kinds}")
     ends: dict[Hashable, float] = {}
     for event in TopologicalSorter(before).static_order():
@@ -82,7 +82,7 @@ def is_stuck(schedule: Schedule, ranks: Sequence[Operations]) -> bool:
 
 
 def _events(
-    schedule: Schedule, rank: int, operations: Operations, sides: defaultdict[Hashable, list[ActionKind]]
+    schedule: Schedule, rank: int, operations: Operations, sides: defaultdict[Hashable, list[Op]]
 ) -> Iterator[tuple[Hashable, set[Hashable]]]:
     """(event, events before it) of one rank; an event is a kind, a rank and what it is."""
     queued: set[Hashable] = set()  # the ends of all that the host has queued
@@ -106,7 +106,7 @@ def _events(
             yield event, host | action | needs
             action = {event}
             queued.add(event)
-        elif isinstance(operation, tuple) and operation[0].kind is ActionKind.OPEN:
+        elif isinstance(operation, tuple) and operation[0].op is Op.OPEN:
             opened[operation[0].lands] = action | host
         elif isinstance(operation, tuple):
             (down,) = {one.goes_down(rank) for one in operation}
@@ -114,10 +114,10 @@ def _events(
             yield start, host | ended[down]
             passed = set()
             for one in operation:
-                sends = one.kind is ActionKind.SEND
+                sends = one.op is Op.SEND
                 yield start, action if sends else opened.get(one.lands, action)
                 message = ("message", rank if sends else one.peer, one.carries)
-                sides[message].append(one.kind)
+                sides[message].append(one.op)
                 yield message, {start}
                 passed.add(message)
                 if not sends:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from megazero.cli.commands import app
 from megazero.plan.schedule_drawing import Figures, compare_table
 from megazero.schedules.action import Schedule, read_schedule
-from megazero.schedules.kind import forward_only
+from megazero.schedules.factory import forward_only
 from megazero.schedules.proof import Costs
 from megazero.schedules.registry import SCHEDULES
 

@@ -23,7 +23,7 @@ from megazero.plan import dry_run as dry_runs
 from megazero.plan.dry_run import build_engine, dry_run, some_ranks
 from megazero.plan.fake_ranks import FakeState
 from megazero.plan.text import dry_run_text
-from megazero.schedules.action import ActionKind, MessageAction
+from megazero.schedules.action import MessageAction, Op
 
 SMALL = LLAMA | {"num_layers": 2}
 Build: TypeAlias = Callable[[ResolvedRun, FakeState], Engine]
@@ -122,9 +122,7 @@ def test_a_message_that_is_never_sent_is_told_with_who_waits_for_it() -> None:
 
         def without_sends(*args: Any, **more: Any) -> Any:
             executor = executor_of(*args, **more)
-            steps = (
-                s for s in executor._plan.steps if not (isinstance(s, MessageAction) and s.kind is ActionKind.SEND)
-            )
+            steps = (s for s in executor._plan.steps if not (isinstance(s, MessageAction) and s.kind is Op.SEND))
             executor._plan = replace(executor._plan, steps=tuple(steps))
             return executor
 

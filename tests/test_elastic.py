@@ -27,8 +27,8 @@ from worlds import state_on
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.config.derive import complete_batch, padded_batch
 from megazero.config.document import to_toml
-from megazero.engine import BatchShare, Position, initialize
-from megazero.engine.micro_batches import share_of_each
+from megazero.engine import BatchSlice, Position, initialize
+from megazero.engine.micro_batches import samples_per_rank
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
@@ -148,7 +148,7 @@ def test_batches_are_filled_up_by_less_than_a_step_of_micro_batches_and_not_at_a
                     size, count = batch.micro_batch_size, batch.accumulation
                     assert count % multiple == 0
                     assert size * count * dp >= samples > size * (count - multiple) * dp
-                    assert share_of_each(samples, size, _share(dp, 0, multiple)) == size * count
+                    assert samples_per_rank(samples, size, _batch_slice(dp, 0, multiple)) == size * count
                     if multiple == 1 and samples % (dp * (1 if micro == "auto" else micro)) == 0:
                         assert batch == complete_batch(samples, micro, "auto", dp=dp, pp=pp)
 
@@ -175,9 +175,9 @@ class _Counting:
         return indices[:, None] * 100 + np.arange(5)
 
 
-def _share(dp: int, index: int, multiple: int) -> BatchShare:
+def _batch_slice(dp: int, index: int, multiple: int) -> BatchSlice:
     axis = Axis("dp", tuple(range(dp)), index)
-    return BatchShare(axis, torch.device("cpu"), tokens=True, labels=True, multiple=multiple)
+    return BatchSlice(axis, torch.device("cpu"), tokens=True, labels=True, multiple=multiple)
 
 
 def test_each_sample_is_read_once_and_what_fills_up_is_masked() -> None:
@@ -186,7 +186,7 @@ def test_each_sample_is_read_once_and_what_fills_up_is_masked() -> None:
             for micro, multiple in ((1, 1), (2, 1), (1, 2), (3, 2)):
                 seen, lengths = [], set()
                 for index in range(dp):
-                    batches = read_batches(_Counting(), 16, count, micro, _share(dp, index, multiple))
+                    batches = read_batches(_Counting(), 16, count, micro, _batch_slice(dp, index, multiple))
                     lengths.add(len(batches))
                     for batch in batches:
                         assert batch.tokens.shape == (4, micro)
@@ -218,7 +218,7 @@ def _three_steps(rank: int, run: ResolvedRun) -> list[tuple[float, float, int]]:
     measured, position = [], Position()
     for _ in range(3):
         count = run.global_batch_size
-        batches = read_batches(_Random(), position.samples, count, run.micro_batch_size, engine.share)
+        batches = read_batches(_Random(), position.samples, count, run.micro_batch_size, engine.batch_slice)
         assert len(batches) == run.accumulation
         statistics = engine.train_step(batches, 1e-2)
         measured.append((statistics.loss, statistics.grad_norm, statistics.tokens))

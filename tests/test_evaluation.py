@@ -31,7 +31,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.document import to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
-from megazero.engine.micro_batches import BatchShare
+from megazero.engine.micro_batches import BatchSlice
 from megazero.parallel_state import Axis
 from megazero.training.batches import DataError, open_corpus_of
 from megazero.training.callbacks import samples
@@ -475,7 +475,9 @@ def test_a_rank_holds_the_tokens_of_its_own_texts_alone(tmp_path: Path) -> None:
     run, ranks, index = _run(tmp_path, 1, {}, 0), 512, 3
     engine, each = Mock(), run.micro_batch_size
     texts = [([1, 2, at], 1) for at in range(ranks * each)]
-    engine.share = BatchShare(Axis("dp", tuple(range(ranks)), index), torch.device("cpu"), tokens=True, labels=True)
+    engine.batch_slice = BatchSlice(
+        Axis("dp", tuple(range(ranks)), index), torch.device("cpu"), tokens=True, labels=True
+    )
     engine.state.world, engine.state.at.tp = Axis("world"), 0
     with _Largest() as largest:
         samples.read_texts(Mock(run=run, engine=engine), texts, samples.LIKELIEST)

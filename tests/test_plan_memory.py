@@ -88,7 +88,7 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     _first_use()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = random_batches(run, engine.share)
+        batches = random_batches(run, engine.batch_slice)
         for _ in range(3):
             counted, _ = watched_step(engine, batches, live.start)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):

@@ -21,10 +21,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nccl import is_stuck, one_by_one, pair_of, waiting
 
-from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop
+from megazero.schedules.action import Action, MessageAction, Op, Placement, Schedule, loop
+from megazero.schedules.factory import GivenSchedule, forward_only
 from megazero.schedules.gpipe import GPIPE
 from megazero.schedules.interleaved import INTERLEAVED
-from megazero.schedules.kind import GivenSchedule, forward_only
 from megazero.schedules.one_f_one_b import ONE_F_ONE_B
 from megazero.schedules.proof import (
     Costs,
@@ -97,7 +97,7 @@ def actions(text: str) -> tuple[Action, ...]:
     parsed = []
     for word in text.split():
         microbatch, _, chunk = word[1:].partition(".")
-        parsed.append(Action(ActionKind(word[0]), int(microbatch), int(chunk or 0)))
+        parsed.append(Action(Op(word[0]), int(microbatch), int(chunk or 0)))
     return tuple(parsed)
 
 
@@ -111,17 +111,17 @@ def printed(schedule: Schedule) -> list[str]:
 
 # ---- the second proof
 
-Computed = tuple[ActionKind, int, int]
+Computed = tuple[Op, int, int]
 """F, B or W of a micro-batch on a virtual stage."""
 
 
-def needed(kind: ActionKind, microbatch: int, stage: int, stages: int) -> Computed | None:
+def needed(kind: Op, microbatch: int, stage: int, stages: int) -> Computed | None:
     """What must be computed before, or None for a micro-batch's first forward."""
-    if kind is ActionKind.WEIGHT:
-        return ActionKind.BACKWARD, microbatch, stage
-    if kind is ActionKind.FORWARD:
+    if kind is Op.WEIGHT:
+        return Op.BACKWARD, microbatch, stage
+    if kind is Op.FORWARD:
         return (kind, microbatch, stage - 1) if stage else None
-    return (kind, microbatch, stage + 1) if stage + 1 < stages else (ActionKind.FORWARD, microbatch, stage)
+    return (kind, microbatch, stage + 1) if stage + 1 < stages else (Op.FORWARD, microbatch, stage)
 
 
 def has_order(before: dict) -> bool:
@@ -141,9 +141,9 @@ def can_run(schedule: Schedule, placed: Program) -> bool:
                 done.add(step)
                 if isinstance(following, MessageAction) and pair_of(schedule, rank, step)[-1] != step:
                     return False
-            elif step.kind is ActionKind.OPEN:
+            elif step.op is Op.OPEN:
                 opened.add(step.lands)
-            elif (step.carries not in done) if step.kind is ActionKind.SEND else (step.lands not in opened):
+            elif (step.carries not in done) if step.op is Op.SEND else (step.lands not in opened):
                 return False
     gloo = [one_by_one(steps) for steps in map(received_when_opened, placed)]
     try:
@@ -185,35 +185,31 @@ def test_a_program_is_its_schedule_with_each_message_sent_once_and_received_once
         sent, received = Counter(), Counter()
         for rank, steps in enumerate(placed):
             for step in steps:
-                if step.kind is ActionKind.SEND:
+                if step.op is Op.SEND:
                     sent[step.carries, step.lands, rank, step.peer] += 1
-                elif step.kind is ActionKind.RECV:
+                elif step.op is Op.RECV:
                     received[step.carries, step.lands, step.peer, rank] += 1
         wanted = Counter()
         for (rank, chunk), (after, its) in itertools.pairwise(schedule.placement):
             for i in range(schedule.microbatches) if rank != after else ():
-                wanted[Action(ActionKind.FORWARD, i, chunk), Action(ActionKind.FORWARD, i, its), rank, after] += 1
+                wanted[Action(Op.FORWARD, i, chunk), Action(Op.FORWARD, i, its), rank, after] += 1
                 if schedule.has_backward:
-                    wanted[Action(ActionKind.BACKWARD, i, its), Action(ActionKind.BACKWARD, i, chunk), after, rank] += 1
+                    wanted[Action(Op.BACKWARD, i, its), Action(Op.BACKWARD, i, chunk), after, rank] += 1
         assert sent == received == wanted
 
 
 @every_kind
 def test_every_microbatch_passes_every_chunk_once_and_in_order(name):
     """The order of backwards and weight gradients is what makes the accumulated gradients of all schedules bit-equal."""
-    kinds = (
-        (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-        if name in SPLIT
-        else (ActionKind.FORWARD, ActionKind.BACKWARD)
-    )
+    kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT) if name in SPLIT else (Op.FORWARD, Op.BACKWARD)
     for schedule in every(name):
         wanted = {
             (kind, chunk): list(range(schedule.microbatches)) for kind in kinds for chunk in range(schedule.chunks)
         }
         for rank in schedule.ranks:
-            found: dict[tuple[ActionKind, int], list[int]] = {}
+            found: dict[tuple[Op, int], list[int]] = {}
             for action in rank:
-                found.setdefault((action.kind, action.chunk), []).append(action.microbatch)
+                found.setdefault((action.op, action.chunk), []).append(action.microbatch)
             assert found == wanted
 
 
@@ -221,7 +217,7 @@ def test_every_microbatch_passes_every_chunk_once_and_in_order(name):
 def test_an_evaluation_is_the_forwards_of_the_training_schedule_in_its_order(name):
     for training in every(name):
         schedule = forward_only(training)
-        forwards = tuple(tuple(a for a in rank if a.kind is ActionKind.FORWARD) for rank in training.ranks)
+        forwards = tuple(tuple(a for a in rank if a.op is Op.FORWARD) for rank in training.ranks)
         assert schedule == replace(
             training, name=f"{name}, forward only", ranks=forwards, has_backward=False, beside=frozenset()
         )
@@ -256,9 +252,9 @@ def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_gro
         for stage, rank in enumerate(schedule.ranks):
             warmup = min(2 * (pp - stage - 1) + (schedule.chunks - 1) * pp + more, work)
             assert sum(at == stage for at, _ in schedule.beside) == more * (work - warmup)
-            assert "".join(a.kind for a in rank) == "F" * warmup + "FB" * (work - warmup) + "B" * warmup
-            forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.FORWARD]
-            backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.BACKWARD]
+            assert "".join(a.op for a in rank) == "F" * warmup + "FB" * (work - warmup) + "B" * warmup
+            forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.op is Op.FORWARD]
+            backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.op is Op.BACKWARD]
             assert forwards == sorted(forwards)
             assert backwards == sorted(backwards)
 
@@ -266,12 +262,12 @@ def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_gro
 def test_zb_h1_without_its_weight_gradients_is_1f1b_and_rank_s_keeps_s_of_them_back():
     """Qi et al. 2024, section 2.1: the schedule is 1F1B, and W fills what were waits."""
     for split, whole in zip(every("zb-h1"), every("1f1b"), strict=True):
-        assert tuple(tuple(a for a in rank if a.kind is not ActionKind.WEIGHT) for rank in split.ranks) == whole.ranks
+        assert tuple(tuple(a for a in rank if a.op is not Op.WEIGHT) for rank in split.ranks) == whole.ranks
         for stage, rank in enumerate(split.ranks):
             kept = 0
             for action, following in itertools.pairwise((*rank, None)):
-                kept += {ActionKind.BACKWARD: 1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
-                is_due = following is not None and following.kind is ActionKind.WEIGHT
+                kept += {Op.BACKWARD: 1, Op.WEIGHT: -1}.get(action.op, 0)
+                is_due = following is not None and following.op is Op.WEIGHT
                 assert kept <= stage + is_due
 
 
@@ -379,32 +375,28 @@ def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(s
             there = 0
             parts = pair_of(schedule, rank, action)
             for part in parts if action == parts[0] else ():  # all of a pair waits for all that it needs
-                source = needed(part.kind, part.microbatch, placement.index((rank, part.chunk)), len(placement))
+                source = needed(part.op, part.microbatch, placement.index((rank, part.chunk)), len(placement))
                 at, chunk = placement[source[2]] if source else (0, 0)
                 if source and (at != rank or Action(source[0], source[1], chunk) not in parts):
                     *_, last = pair_of(schedule, at, Action(source[0], source[1], chunk))
                     there = max(there, spans[at, last][1] + (hop if at != rank else 0))
             assert spans[rank, action][0] == max(free, there)
             free = spans[rank, action][1]
-            length = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward, ActionKind.WEIGHT: weight}[
-                action.kind
-            ]
+            length = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}[action.op]
             assert free - spans[rank, action][0] == length
 
 
 # ---- receives ahead of their use
 
 
-def compute_between_receive_and_use(placed: Program, kind: ActionKind) -> list[list[int]]:
+def compute_between_receive_and_use(placed: Program, kind: Op) -> list[list[int]]:
     """Per rank, in order of use: how many actions run between opening a message and using it."""
     gaps: list[list[int]] = []
     for steps in placed:
         posted = {
-            step.lands: i
-            for i, step in enumerate(steps)
-            if isinstance(step, MessageAction) and step.kind is ActionKind.OPEN
+            step.lands: i for i, step in enumerate(steps) if isinstance(step, MessageAction) and step.op is Op.OPEN
         }
-        used = [(i, step) for i, step in enumerate(steps) if step in posted and step.kind is kind]
+        used = [(i, step) for i, step in enumerate(steps) if step in posted and step.op is kind]
         gaps.append([sum(isinstance(s, Action) for s in steps[posted[step] + 1 : i]) for i, step in used])
     return gaps
 
@@ -412,7 +404,7 @@ def compute_between_receive_and_use(placed: Program, kind: ActionKind) -> list[l
 def test_1f1b_posts_the_receive_of_a_forward_before_the_backward_that_precedes_it():
     """So the activation travels while the backward runs: on every rank, for all but the first micro-batch."""
     for pp, m in (shape for shape in SHAPES if shape[0] > 1):
-        gaps = compute_between_receive_and_use(program(one_forward_one_backward(pp, m)), ActionKind.FORWARD)
+        gaps = compute_between_receive_and_use(program(one_forward_one_backward(pp, m)), Op.FORWARD)
         assert gaps[0] == []
         for rank in range(1, pp):
             assert len(gaps[rank]) == m
@@ -427,9 +419,9 @@ def test_actions_and_transfers_print_as_in_the_papers():
     assert printed(gpipe(2, 2)) == ["F0 F1 B0 B1"] * 2
     assert printed(zero_bubble_h1(2, 3)) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
     assert printed(interleaved(2, 2, 2)) == ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"]
-    forward = Action(ActionKind.FORWARD, 0)
-    assert str(MessageAction(ActionKind.SEND, forward, forward, 1)) == "SEND(F0->1)"
-    assert str(MessageAction(ActionKind.RECV, forward, forward, 0)) == "RECV(F0<-0)"
+    forward = Action(Op.FORWARD, 0)
+    assert str(MessageAction(Op.SEND, forward, forward, 1)) == "SEND(F0->1)"
+    assert str(MessageAction(Op.RECV, forward, forward, 0)) == "RECV(F0<-0)"
 
 
 def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that_are():
@@ -466,7 +458,7 @@ def test_a_missing_or_doubled_action_is_refused_wherever_it_is(schedule, data):
     at = data.draw(st.integers(0, len(order) - 1))
     action = order[at]
     # Without its only weight gradient a schedule is one whose backwards are whole.
-    assume(sum(map(len, schedule.ranks)) > 3 or action.kind is not ActionKind.WEIGHT)
+    assume(sum(map(len, schedule.ranks)) > 3 or action.op is not Op.WEIGHT)
     for damaged, message in (
         (order[:at] + order[at + 1 :], f"never runs {action}"),
         ((*order, action), f"runs {action} twice"),
@@ -487,7 +479,7 @@ def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(schedule
         order.insert(data.draw(st.integers(0, len(order))), action)
     before: dict[Computed, set[Computed]] = {}
     for rank, order in enumerate(ranks):
-        names = [(a.kind, a.microbatch, schedule.placement.index((rank, a.chunk))) for a in order]
+        names = [(a.op, a.microbatch, schedule.placement.index((rank, a.chunk))) for a in order]
         for previous, name in itertools.pairwise((None, *names)):
             before[name] = {previous, needed(*name, len(schedule.placement))} - {None}
     moved = replace(schedule, ranks=tuple(map(tuple, ranks)), beside=frozenset())

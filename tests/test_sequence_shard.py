@@ -165,7 +165,7 @@ def _without_shard(rank: int, run: ResolvedRun) -> None:
             engine.compute_gradients([replace(one, **wrong) for one in batches])
     seq_len, documents = run.config.model.seq_len, run.config.data.document_mask
     with pytest.raises(ValueError, match=r"given where data\.document_mask = true, and only there"):
-        engine.share.sequence_shard(None if documents else [[seq_len]] * 2, seq_len)
+        engine.batch_slice.sequence_shard(None if documents else [[seq_len]] * 2, seq_len)
 
 
 @pytest.mark.parametrize("shape", CUT)
@@ -193,7 +193,7 @@ def _with_other_documents(rank: int, run: ResolvedRun) -> None:
     engine = engine_on(rank, run)
     batches = micro_batches(run, engine.state, 0, "random")
     if rank == engine.state.world.size - 1:
-        shard = engine.share.sequence_shard([[5, 11]] * batches[1].sample_ids.numel(), run.config.model.seq_len)
+        shard = engine.batch_slice.sequence_shard([[5, 11]] * batches[1].sample_ids.numel(), run.config.model.seq_len)
         batches[1] = replace(batches[1], shard=shard)
     weights = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
     for act in (engine.evaluate, lambda given: engine.train_step(given, 1.0)):

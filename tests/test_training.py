@@ -29,7 +29,7 @@ from worlds import LLAMA, MIXTRAL, engine_on, run_of
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.document import save_config
-from megazero.engine import BatchShare, Position, StepStatistics, micro_batches
+from megazero.engine import BatchSlice, Position, StepStatistics, micro_batches
 from megazero.engine.micro_batches import ReadAhead, placed
 from megazero.layers import fp8
 from megazero.layers.vocabulary import IGNORED_LABEL
@@ -159,8 +159,8 @@ class _Counting:
 def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
     seen = []
     for dp_rank in range(2):
-        share = BatchShare(Axis("dp", (0, 1), dp_rank), torch.device("cpu"), tokens=True, labels=True)
-        batches = read_batches(_Counting(), 16, 8, 2, share)
+        batch_slice = BatchSlice(Axis("dp", (0, 1), dp_rank), torch.device("cpu"), tokens=True, labels=True)
+        batches = read_batches(_Counting(), 16, 8, 2, batch_slice)
         assert len(batches) == 2
         for batch in batches:
             assert batch.tokens.shape == (4, 2)
@@ -171,8 +171,8 @@ def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
 
 
 def test_samples_that_do_not_exist_are_masked() -> None:
-    share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True)
-    (batch,) = read_batches(_Counting(), 0, 3, 4, share)
+    batch_slice = BatchSlice(Axis("dp"), torch.device("cpu"), tokens=True, labels=True)
+    (batch,) = read_batches(_Counting(), 0, 3, 4, batch_slice)
     assert (batch.labels[:, 3] == IGNORED_LABEL).all()
     assert (batch.labels[:, :3] != IGNORED_LABEL).all()
 
@@ -204,10 +204,10 @@ def test_what_is_copied_to_a_device_is_what_was_read(
 ) -> None:
     """On a stand-in for a device, with labels masked beyond the end, documents, and samples cut over two ranks."""
     ring = Axis("cp", tuple(range(cp)), cp - 1)
-    share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, ring=ring, documents=documents)
+    batch_slice = BatchSlice(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, ring=ring, documents=documents)
     elsewhere = SimpleNamespace(type="elsewhere")
-    device = SimpleNamespace(sequence_shard=share.sequence_shard, documents=documents, device=elsewhere)
-    batches, copied_ = read_batches(_Counting(), 16, count, 2, share), micro_batches._copied
+    device = SimpleNamespace(sequence_shard=batch_slice.sequence_shard, documents=documents, device=elsewhere)
+    batches, copied_ = read_batches(_Counting(), 16, count, 2, batch_slice), micro_batches._copied
     monkeypatch.setattr(micro_batches, "_copied", lambda tensors, _: copied_(tensors, torch.device("cpu")))
     for read, copied in zip(batches, placed(batches, device, 4), strict=True):
         for name in ("sample_ids", "tokens", "labels"):

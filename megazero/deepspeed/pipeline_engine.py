@@ -20,7 +20,7 @@ from megazero.deepspeed.recompute import pipeline_step
 from megazero.deepspeed.script_checkpoints import refuses
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
-from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.action import Action, Op
 from megazero.schedules.executor import Message
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -46,7 +46,7 @@ class PipelineEngine(TrainingEngine):
         self._chunks, self._loss_fn = module.layer_chunks, module.loss_fn
         self._inputs: dict[bool, Inputs] = {}  # by trains
         chunks_per_rank = len(module.placement) // self.parallel_state.pp.size
-        self._executor = executors(module.schedule_kind, chunks_per_rank, self.parallel_state, self._new_message)
+        self._executor = executors(module.schedule_factory, chunks_per_rank, self.parallel_state, self._new_message)
 
     def is_first_stage(self) -> bool:
         """Return whether this rank reads inputs."""
@@ -145,7 +145,7 @@ class PipelineEngine(TrainingEngine):
 
     def _new_message(self, inputs: Inputs, action: Action) -> Message:
         """Allocate what an action receives: inputs of its stage in a forward, gradients of its outputs in a backward."""
-        stage, is_forward = self._chunks[action.chunk].stage, action.kind is ActionKind.FORWARD
+        stage, is_forward = self._chunks[action.chunk].stage, action.op is Op.FORWARD
         return tuple(
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in inputs[stage if is_forward else stage + 1]

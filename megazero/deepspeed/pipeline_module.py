@@ -27,7 +27,7 @@ from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from megazero.launchers import joined_world
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.factory import GivenSchedule
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors, nearest_of, nearest_text
 
@@ -100,10 +100,10 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.base_seed = loss_fn, base_seed
         if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is unknown; {SCHEDULES.hint(schedule)}")
-        self.schedule_kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
-        chunks = self.schedule_kind.chunks_of(virtual_stages)
+        self.schedule_factory = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
+        chunks = self.schedule_factory.chunks_of(virtual_stages)
         self.parallel_state = state = _find_parallel_state(num_stages, topology, device, parallel_state)
-        self.placement = self.schedule_kind.placement(state.pp.size, chunks)
+        self.placement = self.schedule_factory.placement(state.pp.size, chunks)
         if len({rank for rank, _ in self.placement}) != state.pp.size:
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
         if len(all_layers) < (stages := len(self.placement)):

@@ -25,7 +25,7 @@ from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Schedule
 from megazero.schedules.executor import Message
-from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.factory import GivenSchedule
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
 
@@ -71,8 +71,8 @@ class Engine(StepEngine):
             return
         seq_len, device = self.config.model.seq_len, self.state.device
         tokens = torch.zeros(seq_len, samples, dtype=torch.int64, device=device)
-        shard = self.share.sequence_shard([[seq_len]] * samples if self.share.documents else None, seq_len)
-        batches = [self.share.cut(torch.arange(samples, device=device), tokens, tokens, shard)] * count
+        shard = self.batch_slice.sequence_shard([[seq_len]] * samples if self.batch_slice.documents else None, seq_len)
+        batches = [self.batch_slice.cut(torch.arange(samples, device=device), tokens, tokens, shard)] * count
         schedule, unit_gradient = self._executor_of(batches, trains=True).schedule, torch.ones((), device=device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self.state.traffic.uncounted():
             for trains in (True, False) if evaluates else (True,):

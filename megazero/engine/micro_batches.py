@@ -25,7 +25,7 @@ _WHOLE = Axis("cp")
 
 
 @dataclass(frozen=True)
-class BatchShare:
+class BatchSlice:
     """The part of each global batch that a rank needs: its slice over `dp`, and its sequence shard of context
     parallelism.
 
@@ -85,7 +85,7 @@ def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
                 if tensor.dim() != 2 or tensor.shape[0] > seq_len or tensor.shape[1] != samples or len(shapes) > 1:
                     raise ValueError(
                         f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
-                        f"must be [{seq_len}, {samples}], this rank's shard of [seq, batch] (engine.share.cut)"
+                        f"must be [{seq_len}, {samples}], this rank's shard of [seq, batch] (engine.batch_slice.cut)"
                     )
     sizes = {batch.sample_ids.numel() for batch in batches}
     if len(sizes) != 1:
@@ -102,34 +102,34 @@ def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) ->
     own = [None if batch.shard is None else batch.shard.plan.documents for batch in batches]
     found = set(gather_objects((state.at.dp, tuple(own)), state.world))
     if len(found) > state.dp.size:
-        hint = "give `BatchShare.sequence_shard` the same lengths on all ranks of one dp index. No weight was changed"
+        hint = "give `BatchSlice.sequence_shard` the same lengths on all ranks of one dp index. No weight was changed"
         raise ValueError(f"ranks that share the samples of a micro-batch were given different documents; {hint}")
 
 
 def read_on_host(
-    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, stream_starts_at: int = 0
+    stream: Stream, first: int, count: int, micro_batch_size: int, batch_slice: BatchSlice, stream_starts_at: int = 0
 ) -> list[MicroBatch]:
     """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
-    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Labels beyond the last sample
-    are masked.  If attention stays within documents, a label in another document than its token is masked, too.  The
-    stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
+    Every dp rank gets the same number of micro-batches, in multiples of `batch_slice.multiple`.  Labels beyond the last
+    sample are masked.  If attention stays within documents, a label in another document than its token is masked, too.
+    The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
     """
-    share, end = replace(share, device=torch.device("cpu")), first + count
-    samples_each = share_of_each(count, micro_batch_size, share)
-    own = first + share.dp.index * samples_each
+    batch_slice, end = replace(batch_slice, device=torch.device("cpu")), first + count
+    samples_each = samples_per_rank(count, micro_batch_size, batch_slice)
+    own = first + batch_slice.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
     sample_ids = torch.from_numpy(indices)
     read = np.minimum(indices, end - 1) - stream_starts_at
-    samples = stream.batch(read) if share.tokens or share.labels else None
-    documents = stream.documents(read) if share.documents else []
+    samples = stream.batch(read) if batch_slice.tokens or batch_slice.labels else None
+    documents = stream.documents(read) if batch_slice.documents else []
     # Where the next token is of another document.
     crossing = [np.cumsum(each[:-1] if goes_on else each, dtype=np.int64) - 1 for each, goes_on in documents]
 
     def cut(start: int) -> MicroBatch:
         which = slice(start, start + micro_batch_size)
-        lengths = [each for each, _ in documents[which]] if share.documents else None
-        shard = share.sequence_shard(lengths, stream.seq_len)
+        lengths = [each for each, _ in documents[which]] if batch_slice.documents else None
+        shard = batch_slice.sequence_shard(lengths, stream.seq_len)
         if samples is None:
             return MicroBatch(sample_ids[which], shard=shard)
         whole = np.ascontiguousarray(samples[which].T)
@@ -140,24 +140,24 @@ def read_on_host(
             labels[:, real:] = IGNORED_LABEL
             for sample, places in enumerate(crossing[which]):
                 labels[places, sample] = IGNORED_LABEL
-        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), shard)
+        return batch_slice.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), shard)
 
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
 
 
-def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[MicroBatch]:
-    """Copy a step's micro-batches from the host to the device of `share`.  `seq_len`: tokens of a whole sample."""
-    if share.device.type == "cpu":
+def placed(batches: list[MicroBatch], batch_slice: BatchSlice, seq_len: int) -> list[MicroBatch]:
+    """Copy a step's micro-batches from the host to the device of `batch_slice`.  `seq_len`: tokens of a whole sample."""
+    device, documents = batch_slice.device, batch_slice.documents
+    if device.type == "cpu":
         return batches
     ids, tokens, labels = (
-        _copied([getattr(batch, name) for batch in batches], share.device)
-        for name in ("sample_ids", "tokens", "labels")
+        _copied([getattr(batch, name) for batch in batches], device) for name in ("sample_ids", "tokens", "labels")
     )
-    whole = None if share.documents else share.sequence_shard(None, seq_len)
+    whole = None if documents else batch_slice.sequence_shard(None, seq_len)
     shards: Sequence[SequenceShard | None] = [whole] * len(batches)
-    if share.documents:
+    if documents:
         own = [batch.shard for batch in batches if batch.shard is not None]
-        rows, positions = (_copied([getattr(p, name) for p in own], share.device) for name in ("rows", "positions"))
+        rows, positions = (_copied([getattr(p, name) for p in own], device) for name in ("rows", "positions"))
         shards = [replace(shard, rows=r, positions=p) for shard, r, p in zip(own, rows, positions, strict=True)]
     return list(map(MicroBatch, ids, tokens, labels, shards))
 
@@ -171,10 +171,10 @@ def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[
     return torch.stack(found, out=host).to(device, non_blocking=True).unbind()
 
 
-def share_of_each(count: int, micro_batch_size: int, share: BatchShare) -> int:
+def samples_per_rank(count: int, micro_batch_size: int, batch_slice: BatchSlice) -> int:
     """Return the number of samples per dp rank: its slice of `count`, rounded up to whole micro-batches."""
-    size = micro_batch_size * share.multiple
-    return -(-count // (share.dp.size * size)) * size
+    size = micro_batch_size * batch_slice.multiple
+    return -(-count // (batch_slice.dp.size * size)) * size
 
 
 class ReadAhead:

@@ -15,7 +15,7 @@ from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.config.derive import micro_batch_multiple, num_experts
-from megazero.engine.micro_batches import BatchShare
+from megazero.engine.micro_batches import BatchSlice
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.vocabulary import VocabParallelHead
 from megazero.models.activation_config import layer_policies
@@ -27,7 +27,7 @@ from megazero.optim.optimizers import ADAMW, ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Placement, Schedule, read_schedule
-from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.factory import GivenSchedule, ScheduleFactory
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from megazero.layers.context_attention import ContextAttention
 
 
-def kind_of(config: RunConfig) -> ScheduleKind:
-    """Return the kind of the run's schedule, by name or from its file."""
+def schedule_factory_of(config: RunConfig) -> ScheduleFactory:
+    """Return the factory of the run's schedule, by name or from its file."""
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
@@ -69,14 +69,14 @@ def read_own_schedule(run: ResolvedRun) -> Schedule | None:
 
 def schedule_of(run: ResolvedRun) -> Schedule:
     """Return the pipeline schedule of a run, built by name or read from `parallel.schedule_file`."""
-    kind = kind_of(run.config)
-    build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
-    return build(run.config.parallel.pp, run.accumulation, kind.chunks_of(run.config.parallel.virtual_stages))
+    factory = schedule_factory_of(run.config)
+    build = factory.build if run.config.parallel.schedule_file else partial(_built, factory)
+    return build(run.config.parallel.pp, run.accumulation, factory.chunks_of(run.config.parallel.virtual_stages))
 
 
 @lru_cache(maxsize=64)
-def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Schedule:
-    return kind.build(pp, microbatches, chunks)
+def _built(factory: ScheduleFactory, pp: int, microbatches: int, chunks: int) -> Schedule:
+    return factory.build(pp, microbatches, chunks)
 
 
 def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> OptimizerRecipe:
@@ -226,14 +226,16 @@ def qk_clip_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStag
     return QKClip(stages, config.optimizer.qk_clip, state.dp)
 
 
-def paired_runner_of(config: RunConfig, state: ParallelState, kind: ScheduleKind) -> Callable[..., StageRunner] | None:
+def paired_runner_of(
+    config: RunConfig, state: ParallelState, factory: ScheduleFactory
+) -> Callable[..., StageRunner] | None:
     """Return a factory of stage runners in which the passes of a pair take turns; None if the schedule has no pairs, or
     its passes never wait.
 
     Call it only where no activations are offloaded: an arena returns them in the order of the actions, so the passes of a
     pair could not overlap.
     """
-    if not kind.has_pairs or expert_axis(config, state).size == 1:
+    if not factory.has_pairs or expert_axis(config, state).size == 1:
         return None
     from megazero.engine.turns import PairedStageRunner, Turns
 
@@ -251,9 +253,9 @@ def routers_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStag
     return Routers(config, state, stages)
 
 
-def share_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> BatchShare:
+def batch_slice_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> BatchSlice:
     """Return the description of the part of each global batch that a rank with these stages needs."""
-    return BatchShare(
+    return BatchSlice(
         state.dp,
         state.device,
         tokens=any(stage.embedding is not None for stage in stages),

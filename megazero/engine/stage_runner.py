@@ -17,9 +17,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.action import Action, Op
 from megazero.schedules.executor import Executor, Message, connect
-from megazero.schedules.kind import ScheduleKind
+from megazero.schedules.factory import ScheduleFactory
 from megazero.zero.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LossGradient: TypeAlias = Callable[[], Tensor]
 
 
 def executors(
-    kind: ScheduleKind,
+    factory: ScheduleFactory,
     chunks: int,
     state: ParallelState,
     new_message: Callable[[SampleShape, Action], Message],
@@ -48,7 +48,7 @@ def executors(
 
     Raises: ScheduleError, by the returned function.
     """
-    connect(kind.placement(state.pp.size, chunks), state.pp, state.pp_up)
+    connect(factory.placement(state.pp.size, chunks), state.pp, state.pp_up)
 
     def watch(action: Action) -> None:
         state.traffic.advance()
@@ -56,7 +56,7 @@ def executors(
 
     @cache
     def executor(micro_batches: int, shape: SampleShape, trains: bool) -> Executor:
-        build = kind.build if trains else kind.build_forward
+        build = factory.build if trains else factory.build_forward
         schedule = build(state.pp.size, micro_batches, chunks)
         return Executor(schedule, (state.pp_up, state.pp), partial(new_message, shape), watch)
 
@@ -174,7 +174,7 @@ class StageRunner:
         raise NotImplementedError
 
     def expect(self, following: Action) -> None:
-        is_forward, gatherer = following.kind is ActionKind.FORWARD, self._model.parameters.gatherer
+        is_forward, gatherer = following.op is Op.FORWARD, self._model.parameters.gatherer
         if gatherer is not None:
             gatherer.order.expect(following.chunk, is_forward)
         if self._offload is not None:

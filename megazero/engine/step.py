@@ -29,7 +29,7 @@ from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, Schedule
 from megazero.schedules.executor import Executor, Message
-from megazero.schedules.kind import ScheduleKind
+from megazero.schedules.factory import ScheduleFactory
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -38,29 +38,29 @@ class StepEngine:
 
     Attributes:
         offload: stores activations that layers move off the device or into an arena; None if no layer does.
-        share: the part of each global batch that this rank needs.
+        batch_slice: the slice of each global batch that this rank needs.
         routers: routers of this rank; None if the model has no experts.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
     """
 
-    def __init__(self, config: RunConfig, state: ParallelState, kind: ScheduleKind) -> None:
+    def __init__(self, config: RunConfig, state: ParallelState, factory: ScheduleFactory) -> None:
         self.config, self.state = config, state
-        chunks = kind.chunks_of(config.parallel.virtual_stages)
-        placement = kind.placement(state.pp.size, chunks)
+        chunks = factory.chunks_of(config.parallel.virtual_stages)
+        placement = factory.placement(state.pp.size, chunks)
         built = outline.build_stages(config, state, placement)
         self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
         self._chunks = nn.ModuleList(self._stages)
         self._heads, self._has_head = built.heads, any(stage.head is not None for stage in built.stages)
         self.qk_clip = outline.qk_clip_of(config, state, built.stages)
-        paired = outline.paired_runner_of(config, state, kind) if built.offload is None else None
+        paired = outline.paired_runner_of(config, state, factory) if built.offload is None else None
         self.sharded_model = outline.shard(config, state, built, placement, beside=paired is not None)
         self.dtype = self.sharded_model.policy.dtype
         self.routers = outline.routers_of(config, state, built.stages)
-        self.share = outline.share_of(config, state, built.stages)
+        self.batch_slice = outline.batch_slice_of(config, state, built.stages)
         self.on_action: Callable[[Action], None] = lambda _: None
         self.wants_stop: Callable[[], bool] = lambda: False
-        self._executor = executors(kind, chunks, state, self._new_activation, lambda action: self.on_action(action))  # noqa: PLW0108  it may change
+        self._executor = executors(factory, chunks, state, self._new_activation, lambda action: self.on_action(action))  # noqa: PLW0108  it may change
         self._new_runner = paired or partial(StageRunner, offload=built.offload)
         self._grad_norm = 0.0  # norm of the gradients in the buckets
         self._documents_are_compared = not config.data.document_mask
@@ -177,11 +177,11 @@ class StepEngine:
         model.parameters.gathers.check()
         tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for batch in batches:
-            if self.share.labels and batch.labels is not None:
+            if self.batch_slice.labels and batch.labels is not None:
                 tokens += (batch.labels != IGNORED_LABEL).sum()
         # The global count arrives during the first forwards.  They wait for weights anyway, and it is queued behind those.
         global_tokens = tokens.clone()
-        counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
+        counting = all_reduce(global_tokens, self.state.dp_cp) if self.batch_slice.labels else Pending()
 
         def loss_gradient() -> Tensor:
             """Return scale / tokens of the global batch, fp32, which turns the gradient of a sum into that of the

@@ -11,7 +11,7 @@ import torch
 
 from megazero.config import RunConfig
 from megazero.data.corpus import tokenizer_of
-from megazero.engine import BatchShare
+from megazero.engine import BatchSlice
 from megazero.engine.micro_batches import read_on_host
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
@@ -26,11 +26,11 @@ def describe_samples(config: RunConfig, first: int, count: int) -> Iterator[str]
     data, stream = config.data, open_corpus_of(config).train
     names = [source.path for source in data.sources]
     tokenizer = tokenizer_of(names, data.tokenizer, data.eod_token)
-    share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, documents=data.document_mask)
+    batch_slice = BatchSlice(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, documents=data.document_mask)
     indices = range(first, first + count)
     sources, windows = stream.locate(indices)
     for index in range(count):
-        (batch,) = read_on_host(stream, first + index, 1, 1, share)
+        (batch,) = read_on_host(stream, first + index, 1, 1, batch_slice)
         assert batch.tokens is not None and batch.labels is not None  # noqa: PT018
         ((lengths, _),) = stream.documents([first + index])
         yield f"sample {first + index}: {names[sources[index]]}, window {windows[index]:,}, {stream.seq_len:,} tokens"

@@ -281,7 +281,7 @@ class KeyGradients:
 
 _MISSING_SHARD = (
     "a micro-batch without `shard`, but parallel.cp splits samples or data.document_mask separates documents; "
-    "make one with BatchShare.sequence_shard, and cut tokens and labels with `shard.cut`"
+    "make one with BatchSlice.sequence_shard, and cut tokens and labels with `shard.cut`"
 )
 _MOST_PIECES = 4  # attention waits for the first 1/4 of the exchange
 _LEAST_CUDA_ROWS = 1 << 15  # minimum rows of queries in a piece: 256 flash-attention blocks fill all multiprocessors

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.engine import BatchShare, Engine, initialize
+from megazero.engine import BatchSlice, Engine, initialize
 from megazero.engine.outline import schedule_of
 from megazero.layers.sequence_shard import sequence_shard
 from megazero.models.gpt import MicroBatch
@@ -173,7 +173,7 @@ def run_rank(
         start = fake.messages
         if is_built_only:
             return None
-        batches = [_batch(run, engine.share) for _ in range(run.accumulation)]
+        batches = [_batch(run, engine.batch_slice) for _ in range(run.accumulation)]
         # The optimizer allocates its state within the fewest that the schedule takes.  At stage 3 a second step gathers the
         # weights in the order of the first.
         warming = run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
@@ -185,14 +185,14 @@ def run_rank(
         return DryRank(rank, state.at, tuple(state.made), start, fake.messages, fake.peak)
 
 
-def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
+def _batch(run: ResolvedRun, batch_slice: BatchSlice) -> MicroBatch:
     """Return a micro-batch of zeros in which each sample is one document."""
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
     shard = None
-    if share.documents or share.ulysses.size * share.ring.size > 1:
+    if batch_slice.documents or batch_slice.ulysses.size * batch_slice.ring.size > 1:
         # given the lengths, `sequence_shard` caches nothing beyond this run
-        lengths = [[model.seq_len]] * (size if share.documents else 1)
-        shard = sequence_shard(lengths, model.seq_len, share.ulysses, share.ring, share.device)
-        shard = replace(shard, fits_any=not share.documents)
-    return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], shard)
+        lengths = [[model.seq_len]] * (size if batch_slice.documents else 1)
+        shard = sequence_shard(lengths, model.seq_len, batch_slice.ulysses, batch_slice.ring, batch_slice.device)
+        shard = replace(shard, fits_any=not batch_slice.documents)
+    return batch_slice.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], shard)

@@ -29,7 +29,7 @@ from megazero.plan.devices import size_text
 from megazero.plan.operator_times import flops_of
 from megazero.plan.state_trace import TABLES, fewest_micro_batches, trace_state
 from megazero.plan.unit_trace import EMBEDDING, HEAD, StageUnit, UnitTrace, message_bytes, trace_unit, units_of
-from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.action import Action, Op, Schedule
 from megazero.schedules.proof import Steps, peak_activations, program, steps_of, what_messages_confirm
 from megazero.zero.parameters import SECONDARY_SHARD
 
@@ -170,7 +170,7 @@ class _Walk:
         self._moves = {unit.name for unit in every if unit.offloads}
         self._most_moved = 0
         self._near: list[tuple[_Layer, int]] = []  # on the device, with what of it moves; the last one last
-        passes = [action for action in schedule.ranks[stage] if action.kind is not ActionKind.WEIGHT]
+        passes = [action for action in schedule.ranks[stage] if action.op is not Op.WEIGHT]
         self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [
@@ -206,11 +206,11 @@ class _Walk:
                 for sent in self._confirmed.get(step, ()):
                     self._messages -= sending.pop(sent)
                 self._compute(step)
-            elif step.kind is ActionKind.SEND:  # from now on the message is all that holds it
+            elif step.op is Op.SEND:  # from now on the message is all that holds it
                 sending[step.carries] = self._message
                 self._kept -= self._message
                 self._messages += self._message
-            elif step.kind is ActionKind.OPEN:
+            elif step.op is Op.OPEN:
                 self._messages += self._message
                 self._note(0, f"receive for {step.lands}")
         self._note(self._state.end - self._gradients, END_OF_STEP)
@@ -244,21 +244,21 @@ class _Walk:
 
     def _compute(self, action: Action) -> None:
         units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))
-        is_forward = action.kind is ActionKind.FORWARD
+        is_forward = action.op is Op.FORWARD
         arrives = self._arrives(action)
         if arrives:  # what came is the first unit's
             self._messages -= self._message
             self._kept += self._message
         held = 0  # of the gradient that came: who has started a backward has it until the end
         for number, (name, trace) in units if is_forward else reversed(units):
-            passed = trace.of(action.kind)
+            passed = trace.of(action.op)
             if passed is None:
                 continue
-            text = f"{unit_trace.PASS_NAMES[action.kind]} of {name}, micro-batch {self._number(action)}"
-            moves = name in self._moves and action.kind is not ActionKind.WEIGHT
+            text = f"{unit_trace.PASS_NAMES[action.op]} of {name}, micro-batch {self._number(action)}"
+            moves = name in self._moves and action.op is not Op.WEIGHT
             moved = trace.forward.kept if moves else 0
             own: _Layer = action.chunk, action.microbatch, number
-            if self._moves and name not in (EMBEDDING, HEAD) and action.kind is not ActionKind.WEIGHT:
+            if self._moves and name not in (EMBEDDING, HEAD) and action.op is not Op.WEIGHT:
                 self._work_on(action, number)
             beside = sum(count for layer, count in self._near if not (is_forward and layer == own))
             levels = self._state.levels.get((action.microbatch > 0, action.chunk, number), {})
@@ -272,7 +272,7 @@ class _Walk:
                 self._note(span.live + beside + held + peak - live, text)
                 self._note(span.peak + beside + held + max(made, before) - live, text)
             self._kept += passed.kept + (-moved if is_forward else moved)
-            if action.kind is not ActionKind.WEIGHT:
+            if action.op is not Op.WEIGHT:
                 self._moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._moved)
             self._near = [(layer, 0 if not is_forward and layer == own else count) for layer, count in self._near]
@@ -281,15 +281,11 @@ class _Walk:
         """Bring the activations of a layer and its neighbour to the device, as `ActivationStore` does."""
         layers = self._layers_of(action)
         near = [(action, number)]
-        if action.kind is ActionKind.BACKWARD and number != layers[0]:
+        if action.op is Op.BACKWARD and number != layers[0]:
             near.append((action, layers[layers.index(number) - 1]))
-        elif action.kind is ActionKind.BACKWARD or number == layers[-1]:  # the last layer of the backward that follows
+        elif action.op is Op.BACKWARD or number == layers[-1]:  # the last layer of the backward that follows
             following = self._next.get(action)
-            if (
-                following is not None
-                and following.kind is not ActionKind.FORWARD
-                and (last := self._layers_of(following))
-            ):
+            if following is not None and following.op is not Op.FORWARD and (last := self._layers_of(following)):
                 near.append((following, last[-1]))
         for passed, at in near:
             name, trace = self._units[passed.microbatch > 0][passed.chunk][at]
@@ -309,7 +305,7 @@ class _Walk:
 
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""
-        source = self._schedule.source(self._stage, action) if action.kind is not ActionKind.WEIGHT else None
+        source = self._schedule.source(self._stage, action) if action.op is not Op.WEIGHT else None
         return source is not None and source[0] != self._stage
 
     def _note(self, beyond: int, moment: str) -> None:

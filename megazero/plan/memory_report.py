@@ -369,7 +369,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = random_batches(run, engine.share)
+        batches = random_batches(run, engine.batch_slice)
         for step in range(_MOST_STEPS):
             counted, updated = watched_step(engine, batches, live.start)
             if step and updated:

@@ -105,7 +105,7 @@ def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int |
 
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name}; {SCHEDULES.hint(name)}")
-    kind = SCHEDULES[name]
-    if compares and kind.chunks is not None:  # the number of virtual stages is for another row of the table
+    factory = SCHEDULES[name]
+    if compares and factory.chunks is not None:  # the number of virtual stages is for another row of the table
         virtual_stages = None
-    return kind.build(pp, microbatches, kind.chunks_of(1 if virtual_stages is None else virtual_stages))
+    return factory.build(pp, microbatches, factory.chunks_of(1 if virtual_stages is None else virtual_stages))

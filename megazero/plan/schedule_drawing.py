@@ -25,7 +25,7 @@ from xml.sax.saxutils import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.action import Action, Op, Schedule
 from megazero.schedules.proof import Costs, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
 
@@ -123,12 +123,12 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, title: s
 
 
 MIN_WIDTH = 40
-_FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
+_FILL = {Op.FORWARD: "-", Op.BACKWARD: "=", Op.WEIGHT: "~"}
 
 
 def shade_of(action: Action) -> str:
     """Return the colour of an action.  Higher chunks are darker."""
-    return str(LOOKS["passes"][action.kind.value][min(action.chunk, 2)])
+    return str(LOOKS["passes"][action.op.value][min(action.chunk, 2)])
 
 
 def number(value: float) -> str:
@@ -147,12 +147,12 @@ def title(timeline: Timeline, unit: str = "") -> str:
     )
 
 
-def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
+def kinds_of(schedule: Schedule) -> dict[Op, str]:
     """Return the kinds of action in a schedule, each with its meaning."""
-    kinds = {ActionKind.FORWARD: "forward"}
+    kinds = {Op.FORWARD: "forward"}
     if schedule.splits_backward:
-        return kinds | {ActionKind.BACKWARD: "gradient of the input", ActionKind.WEIGHT: "gradient of the weights"}
-    return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
+        return kinds | {Op.BACKWARD: "gradient of the input", Op.WEIGHT: "gradient of the weights"}
+    return kinds | ({Op.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
 def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
@@ -209,12 +209,12 @@ def _columns_per_time(timeline: Timeline, columns: int) -> float:
 
 def _cell(action: Action, columns: int, chunks: int) -> Text:
     """Return the cell of an action, such as F0--, B0== or W0~~, cut to fit.  Chunks above 0 get small letters."""
-    letter = action.kind.value.lower() if action.chunk else action.kind.value
+    letter = action.op.value.lower() if action.chunk else action.op.value
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
     label = next(label for label in (long, short, letter, "") if len(label) <= columns)
     style = f"{'#ffffff' if action.chunk > 1 else '#000000'} on {shade_of(action)}"
-    return Text().append(label.ljust(columns, _FILL[action.kind]), style)
+    return Text().append(label.ljust(columns, _FILL[action.op]), style)
 
 
 def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str:
@@ -232,7 +232,7 @@ def _legend(schedule: Schedule) -> Text:
     entries = [_cell(Action(kind, 0), 3, chunks).append(f" {meaning}") for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
         meaning = "chunk 1" if chunks == 2 else "chunks from 1 on"
-        entries.append(_cell(Action(ActionKind.FORWARD, 0, 1), 3, 2).append(f" {meaning}"))
+        entries.append(_cell(Action(Op.FORWARD, 0, 1), 3, 2).append(f" {meaning}"))
     entries += [Text("F0& beside the next")] if schedule.beside else []
     return Text("   ").join([*entries, Text("... idle")])
 
@@ -286,7 +286,7 @@ def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
         for start, end, action in spans:
             about = {"microbatch": action.microbatch, "chunk": action.chunk}
             ts, dur = start * unit_us, (end - start) * unit_us
-            add("X", rank, str(action), about, cat=action.kind.name.lower(), ts=ts, dur=dur)
+            add("X", rank, str(action), about, cat=action.op.name.lower(), ts=ts, dur=dur)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 

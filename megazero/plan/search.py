@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
-from megazero.engine.outline import kind_of
+from megazero.engine.outline import schedule_factory_of
 from megazero.plan.choices import Bounds, MemoryOption, ShapeChoice, Space, config_of, groups_in, option_words, space_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
@@ -74,7 +74,8 @@ class Judge:
 
         Only some micro-batches are simulated: once a pipeline is full, each adds the same time.
         """
-        fills = 2 if kind_of(run.config).chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
+        # Pipelines' worth of micro-batches until it is full.
+        fills = 2 if schedule_factory_of(run.config).chunks == 2 else 1
         some = fewest_micro_batches(run, fills * run.config.parallel.pp)
         if run.accumulation <= 2 * some:
             return step_time_of(run, self.cluster).seconds

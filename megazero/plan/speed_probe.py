@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import BatchShare, Engine, initialize
+from megazero.engine import BatchSlice, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Links, ParallelState, RankGrid
 
@@ -55,7 +55,7 @@ def small_run(
     return resolve(RunConfig.model_validate(document), 1)
 
 
-def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
+def random_batches(run: ResolvedRun, batch_slice: BatchSlice) -> list[MicroBatch]:
     """Return this rank's micro-batches of random tokens, for steps that are measured.
 
     Sample i is drawn from i alone, so the ranks of tp and pp have equal samples.
@@ -63,18 +63,18 @@ def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
     model, size = run.config.model, run.micro_batch_size
     batches = []
     for number in range(run.accumulation):
-        ids = np.arange(size) + (share.dp.index * run.accumulation + number) * size
+        ids = np.arange(size) + (batch_slice.dp.index * run.accumulation + number) * size
         drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
-        samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
-        shard = share.sequence_shard([[model.seq_len]] * size if share.documents else None, model.seq_len)
-        batches.append(share.cut(torch.from_numpy(ids).to(share.device), samples[:-1], samples[1:], shard))
+        samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(batch_slice.device)  # [seq + 1, batch]
+        shard = batch_slice.sequence_shard([[model.seq_len]] * size if batch_slice.documents else None, model.seq_len)
+        batches.append(batch_slice.cut(torch.from_numpy(ids).to(batch_slice.device), samples[:-1], samples[1:], shard))
     return batches
 
 
 def started(run: ResolvedRun, state: ParallelState) -> tuple[Engine, list[MicroBatch]]:
     """Build an engine and run its first step; return the engine and the batches that every step uses."""
     engine = initialize(run.config, state)
-    batches = random_batches(run, engine.share)
+    batches = random_batches(run, engine.batch_slice)
     engine.train_step(batches, LR)
     return engine, batches
 

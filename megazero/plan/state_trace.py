@@ -24,14 +24,14 @@ from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
 from megazero.config.derive import micro_batch_multiple
 from megazero.engine.gpt import Engine
-from megazero.engine.outline import kind_of as schedule_kind_of
+from megazero.engine.outline import schedule_factory_of
 from megazero.engine.step import sum_over_ranks
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.axis import Traffic
 from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_files
 from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
-from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.action import Action, Op
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.sharding import Share
 
@@ -117,13 +117,13 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
     return replace(longer, traffic=traffic)
 
 
-_GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+_GIVES = (Op.BACKWARD, Op.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
     """Return the micro-batches of a short step, and how many each repetition of a longer step adds."""
     config = run.config
-    step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
+    step = schedule_factory_of(config).microbatch_multiple(config.parallel.pp)
     if config.parallel.schedule_file is not None:  # it has one number of micro-batches
         return run.accumulation, step
     repeats = -(-(config.parallel.pp + 1) // step) if config.zero.stage == 3 else 1  # until gathers repeat themselves
@@ -152,8 +152,8 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
     """Return the first rank with the same state and traffic: of a stage with equal chunks, a whole number of nodes away."""
     grid, at, dense = run.grid, run.grid.coordinate(rank), run.config.model.first_dense_layers
-    kind = schedule_kind_of(run.config)
-    placement = kind.placement(grid.pp, kind.chunks_of(run.config.parallel.virtual_stages))
+    factory = schedule_factory_of(run.config)
+    placement = factory.placement(grid.pp, factory.chunks_of(run.config.parallel.virtual_stages))
     if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
         return rank
     sizes = [
@@ -176,11 +176,11 @@ def _trace(
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
     """Trace a step of `few + step` micro-batches, and the traffic that `step` of them add to the passes of others."""
     config = run.config
-    kind, parallel = schedule_kind_of(config), config.parallel
+    factory, parallel = schedule_factory_of(config), config.parallel
     with without_files(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = RecordedTraffic(fake.operators)
         state = FakeState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
+        driver = _Driver(Engine(without_auto(config), state, factory), fake, order)
         built, elements = fake.live, driver.elements()
         engine = driver.engine
         stepped = sum(bucket.owned.size for bucket in engine.sharded_model.parameters.buckets if bucket.layout.trains)
@@ -189,7 +189,7 @@ def _trace(
 
         def run_passes(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
-            schedule = kind.build(parallel.pp, count, kind.chunks_of(parallel.virtual_stages))
+            schedule = factory.build(parallel.pp, count, factory.chunks_of(parallel.virtual_stages))
             driver.run_passes(schedule.ranks[state.at.pp], count)
             return _sent(traffic)
 
@@ -280,19 +280,19 @@ class _Driver:
         model.begin_step(micro_batches)
         self.base, self.levels, self.messages = self._fake.live, {}, {}
         self.absent_at_start = model.parameters.absent_gradient_bytes()
-        if engine.share.labels:
+        if engine.batch_slice.labels:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer
-        passes = [action for action in actions if action.kind is not ActionKind.WEIGHT]
-        last = ActionKind.WEIGHT if len(passes) < len(actions) else ActionKind.BACKWARD
+        passes = [action for action in actions if action.op is not Op.WEIGHT]
+        last = Op.WEIGHT if len(passes) < len(actions) else Op.BACKWARD
         following = dict(zip(passes, [*passes[1:], None], strict=True))
         for action in actions:
             follower = following.get(action)
             if gatherer is not None and follower is not None:
-                gatherer.order.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
-            gathers = None if action.kind is ActionKind.WEIGHT else gatherer
+                gatherer.order.expect(follower.chunk, follower.op is Op.FORWARD)
+            gathers = None if action.op is Op.WEIGHT else gatherer
             self._visit(gathers, action)
-            if action.kind is last:
+            if action.op is last:
                 model.reducer.close_pass(action.chunk)
             self._note_messages(action)
         self._fake.peak = self._fake.live
@@ -310,7 +310,7 @@ class _Driver:
 
     def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
-        first, is_forward = sum(len(names) for names in self._units[:chunk]), action.kind is ActionKind.FORWARD
+        first, is_forward = sum(len(names) for names in self._units[:chunk]), action.op is Op.FORWARD
         for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
                 unit = gatherer.units[first + number]
@@ -321,7 +321,7 @@ class _Driver:
                     unit.pre_backward()
             levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
             for short, (name, kind) in names.items():
-                if kind is not action.kind:
+                if kind is not action.op:
                     continue
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
                 made = max(self._fake.live for _ in model.reducer._open(parameter)) - self.base
@@ -329,7 +329,7 @@ class _Driver:
                 now = self._fake.live - self.base, made, self._fake.peak - self.base
                 levels[short] = Level(*map(max, before, now))
 
-    def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:
+    def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, Op]]:
         """Map the names of a unit's parameters to their full names and the kind of pass that gives their gradients."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]

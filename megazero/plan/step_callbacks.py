@@ -21,7 +21,7 @@ from megazero.engine import Position
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import ParallelState
 from megazero.plan.schedule_drawing import draw_svg, trace_text
-from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.action import Action, Op
 from megazero.schedules.proof import Costs, Timeline, simulate
 from megazero.settings import write_text
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
@@ -230,8 +230,8 @@ class PipelineTrace(Callback):
 def measured_costs(timeline: Timeline) -> Costs:
     """Return the mean cost of each kind of pass in a measured timeline.  Messages get no cost, since none is measured."""
 
-    def mean(kind: ActionKind) -> float:
-        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]
+    def mean(kind: Op) -> float:
+        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.op is kind]
         return sum(times) / max(1, len(times)) * timeline.schedule.chunks
 
-    return Costs(mean(ActionKind.FORWARD), mean(ActionKind.BACKWARD), mean(ActionKind.WEIGHT))
+    return Costs(mean(Op.FORWARD), mean(Op.BACKWARD), mean(Op.WEIGHT))

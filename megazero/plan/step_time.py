@@ -34,7 +34,7 @@ from megazero.plan.collective_times import links_of
 from megazero.plan.operator_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.unit_trace import StageUnit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import Cost, RankZero, ZeroTimes, zero_times_of
-from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.action import Action, Op, Schedule
 from megazero.schedules.proof import Costs, RankAction, Timeline, simulate
 
 _AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
@@ -128,11 +128,11 @@ def step_time_of(
         (rank, chunk, kind): added(_unit_pass(unit, kind, units[unit.key], cluster) for unit in own)
         for rank, chunks in enumerate(units_of(run.config, schedule))
         for chunk, own in enumerate(chunks)
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+        for kind in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
     }
     zero = zero_times_of(run, cluster, links)
     actions = {
-        (rank, action): _with_zero(passes[rank, action.chunk, action.kind], zero, schedule, rank, action)
+        (rank, action): _with_zero(passes[rank, action.chunk, action.op], zero, schedule, rank, action)
         for rank, every in enumerate(schedule.ranks)
         for action in every
     }
@@ -140,7 +140,7 @@ def step_time_of(
     starts = {
         (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
         for rank, action in actions
-        if action.microbatch == 0 and action.kind is ActionKind.FORWARD
+        if action.microbatch == 0 and action.op is Op.FORWARD
     }
     costs = ActionCosts(actions={at: passed.seconds for at, passed in actions.items()}, starts=starts, hop=hop)
     timeline = simulate(schedule, costs)
@@ -151,11 +151,11 @@ def step_time_of(
     return _assembled(run, timeline, actions, starts, zero)
 
 
-def _unit_pass(unit: StageUnit, kind: ActionKind, time: UnitTime, cluster: Cluster) -> PassTime:
+def _unit_pass(unit: StageUnit, kind: Op, time: UnitTime, cluster: Cluster) -> PassTime:
     """Return the time of a unit's pass; transfers of its activations to or from the host overlap with it."""
-    if kind is ActionKind.WEIGHT:
+    if kind is Op.WEIGHT:
         return time.weight
-    passed = time.forward if kind is ActionKind.FORWARD else time.backward
+    passed = time.forward if kind is Op.FORWARD else time.backward
     if not unit.offloads:
         return passed
     return passed.beside("offload", time.kept / cluster.device.host_bandwidth)
@@ -211,10 +211,10 @@ def _reduced_at(
     """
     own = schedule.ranks[rank]
     computed = timeline.spans[rank, own[-1]][1]
-    kind = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+    kind = Op.WEIGHT if schedule.splits_backward else Op.BACKWARD
     free = total = 0.0
     for action in own:
-        if action.kind is not kind or action.microbatch != schedule.microbatches - 1:
+        if action.op is not kind or action.microbatch != schedule.microbatches - 1:
             continue
         seconds, count = rank_zero.reductions.get(action.chunk, Cost())
         start, end = timeline.spans[rank, action]

@@ -18,7 +18,7 @@ from megazero.plan.collective_times import link_of, links_of
 from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import Sent, trace_state
 from megazero.plan.unit_trace import message_bytes, trace_units, units_of
-from megazero.schedules.action import ActionKind, Schedule
+from megazero.schedules.action import Op, Schedule
 
 Traffic = Mapping[tuple[str, str], Sent]
 
@@ -75,7 +75,7 @@ def _messages(run: ResolvedRun, schedule: Schedule, stage: int, per_node: int) -
         if target is not None and target[0] != stage:
             crosses = ranks[target[0]] // per_node != ranks[stage] // per_node
             total = total.plus(Sent(nbytes, nbytes * crosses, 1))
-        source = None if action.kind is ActionKind.WEIGHT else schedule.source(stage, action)
+        source = None if action.op is Op.WEIGHT else schedule.source(stage, action)
         if source is not None and source[0] != stage:
             total = total.plus(Sent(calls=1))
     return total

@@ -47,12 +47,12 @@ from megazero.parallel_state.state import Group
 from megazero.plan.fake_ranks import FakeBackend, RecordedTraffic, make_fake, real_backend
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, kernel_bytes
 from megazero.plan.simulated_world import Alone
-from megazero.schedules.action import ActionKind, Schedule
+from megazero.schedules.action import Op, Schedule
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.sharding import DTYPES, ParamInfo, Pieces, Share, Slot
 
 EMBEDDING, HEAD = "embedding", "head"
-PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
+PASS_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradients"}
 
 
 class LayerKey(NamedTuple):
@@ -118,9 +118,9 @@ class UnitTrace:
     tables: int = 0
     in_arena: int = 0
 
-    def of(self, kind: ActionKind) -> PassTrace | None:
+    def of(self, kind: Op) -> PassTrace | None:
         """Return the trace of a pass by the kind of its action."""
-        return {ActionKind.FORWARD: self.forward, ActionKind.BACKWARD: self.backward}.get(kind, self.weight)
+        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}.get(kind, self.weight)
 
 
 @dataclass(frozen=True)

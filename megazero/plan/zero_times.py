@@ -25,7 +25,7 @@ from megazero.plan.collective_times import GroupLink
 from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import END_OF_PASSES, UPDATE, trace_state
 from megazero.plan.unit_trace import units_of
-from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.action import Action, Op
 from megazero.zero.matrices import copies_in_block
 from megazero.zero.sharding import DTYPES
 
@@ -146,7 +146,7 @@ def _rank_zero(
         return Cost(sum(seconds), len(seconds))
 
     passes = {action: sent for action, sent in trace.messages.items() if isinstance(action, Action)}
-    ends = {action.chunk: action for action in passes if action.kind is not ActionKind.FORWARD}
+    ends = {action.chunk: action for action in passes if action.op is not Op.FORWARD}
     reduced = {action: _but_gathers(passes[action]) for action in ends.values()}
     reduced[[*reduced][-1]] += _but_gathers(trace.messages[END_OF_PASSES])
     beside = {

@@ -31,7 +31,7 @@ from itertools import accumulate
 from pathlib import Path
 
 
-class ActionKind(StrEnum):
+class Op(StrEnum):
     """Type of an action."""
 
     FORWARD = "F"
@@ -46,12 +46,12 @@ class ActionKind(StrEnum):
 class Action:
     """A forward, a backward or a weight gradient of one micro-batch on one model chunk."""
 
-    kind: ActionKind
+    op: Op
     microbatch: int
     chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{self.op.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class MessageAction:
     """One side of a message between pipeline ranks: its send, the allocation of its memory, or its receive.
 
     Args:
-        kind: SEND, OPEN or RECV.
+        op: SEND, OPEN or RECV.
         carries: the forward or backward whose result is sent, in the sender's numbering of chunks.
         lands: the action that uses the result, in the receiver's numbering.
         peer: the other pipeline rank.
     """
 
-    kind: ActionKind
+    op: Op
     carries: Action
     lands: Action
     peer: int
 
     def goes_down(self, rank: int) -> bool:
         """Whether the message goes from a lower to a higher pipeline rank; `rank` is the one that executes this action."""
-        return (rank < self.peer) == (self.kind is ActionKind.SEND)
+        return (rank < self.peer) == (self.op is Op.SEND)
 
     def __str__(self) -> str:
-        return f"{self.kind.value}({self.carries}{'->' if self.kind is ActionKind.SEND else '<-'}{self.peer})"
+        return f"{self.op.value}({self.carries}{'->' if self.op is Op.SEND else '<-'}{self.peer})"
 
 
 #: (pipeline rank, chunk) of each virtual stage.
@@ -115,7 +115,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether backwards compute only the input's gradient, and weight gradients are separate actions."""
-        return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
+        return any(action.op is Op.WEIGHT for actions in self.ranks for action in actions)
 
     @cached_property
     def _stage_of(self) -> dict[tuple[int, int], int]:
@@ -126,8 +126,8 @@ class Schedule:
     def waiting_losses(self) -> int:
         """The largest number of micro-batches that at some time have a loss but no backward yet."""
         rank, chunk = self.placement[-1]
-        change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
-        return max(accumulate(change.get(action.kind, 0) for action in self.ranks[rank] if action.chunk == chunk))
+        change = {Op.FORWARD: 1, Op.BACKWARD: -1}
+        return max(accumulate(change.get(action.op, 0) for action in self.ranks[rank] if action.chunk == chunk))
 
     @cached_property
     def _together(self) -> dict[tuple[int, Action], tuple[Action, ...]]:
@@ -137,7 +137,7 @@ class Schedule:
             for index, action in enumerate(actions):
                 if (rank, action) in self.beside:
                     parts = actions[index : index + 3]
-                    is_weight = parts[2:] == (replace(parts[1], kind=ActionKind.WEIGHT),)
+                    is_weight = parts[2:] == (replace(parts[1], op=Op.WEIGHT),)
                     parts = parts if is_weight else parts[:2]
                     pairs |= {(rank, part): parts for part in parts}
         return pairs
@@ -167,18 +167,18 @@ class Schedule:
         A forward needs the forward of the previous stage.  A backward needs the backward of the next stage, or on the
         last stage its own forward.  A weight gradient needs its own backward.
         """
-        if action.kind is ActionKind.WEIGHT:
-            return rank, Action(ActionKind.BACKWARD, action.microbatch, action.chunk)
-        is_forward = action.kind is ActionKind.FORWARD
+        if action.op is Op.WEIGHT:
+            return rank, Action(Op.BACKWARD, action.microbatch, action.chunk)
+        is_forward = action.op is Op.FORWARD
         if neighbour := self._neighbour(rank, action, -1 if is_forward else 1):
             return neighbour
-        return None if is_forward else (rank, Action(ActionKind.FORWARD, action.microbatch, action.chunk))
+        return None if is_forward else (rank, Action(Op.FORWARD, action.microbatch, action.chunk))
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """Return the (rank, action) that uses the result of `action`, on another rank or the same one, or None."""
-        if action.kind is ActionKind.WEIGHT:
+        if action.op is Op.WEIGHT:
             return None
-        return self._neighbour(rank, action, 1 if action.kind is ActionKind.FORWARD else -1)
+        return self._neighbour(rank, action, 1 if action.op is Op.FORWARD else -1)
 
     def _neighbour(self, rank: int, action: Action, step: int) -> tuple[int, Action] | None:
         """Return the same action on the virtual stage `step` further on, or None if there is no such stage."""
@@ -186,7 +186,7 @@ class Schedule:
         if not 0 <= stage < len(self.placement):
             return None
         other, chunk = self.placement[stage]
-        return other, Action(action.kind, action.microbatch, chunk)
+        return other, Action(action.op, action.microbatch, chunk)
 
 
 def loop(pp: int, chunks: int = 1) -> Placement:
@@ -240,7 +240,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
         microbatches=microbatches,
         placement=_PLACEMENTS[placement](len(rows), chunks),
         ranks=tuple(tuple(action for joined in row for _, action in joined) for row in rows),
-        has_backward=any(action.kind is not ActionKind.FORWARD for _, action in cells),
+        has_backward=any(action.op is not Op.FORWARD for _, action in cells),
         beside=frozenset((rank, joined[0][1]) for rank, row in enumerate(rows) for joined in row if len(joined) > 1),
     )
 
@@ -256,7 +256,7 @@ def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
         if not all(found) or "".join(match[1] for match in found if match) not in _TOGETHER:
             raise ValueError(f"{at}: got {text[:40]!r}; {_EXPECTED}")
         parts = [match.groups() for match in found if match]
-        row.append([(at, Action(ActionKind(kind), int(index), int(chunk or 0))) for kind, index, chunk in parts])
+        row.append([(at, Action(Op(op), int(index), int(chunk or 0))) for op, index, chunk in parts])
     return row
 
 

@@ -3,10 +3,10 @@
 from itertools import pairwise
 
 from megazero.schedules.action import Action, Placement, Schedule, v_shape
-from megazero.schedules.kind import ScheduleKind, Words
+from megazero.schedules.factory import ScheduleFactory, Words
 
 
-class DualPipeV(ScheduleKind):
+class DualPipeV(ScheduleFactory):
     """Pairs of a forward on one chunk and a backward on the other; the products of each hide the exchanges of the
     other.
 

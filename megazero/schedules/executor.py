@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange, wait_all
 from megazero.parallel_state import Axis
-from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule
+from megazero.schedules.action import Action, MessageAction, Op, Placement, Schedule
 from megazero.schedules.proof import plan_of_rank
 
 #: A message between stages: the tensors of an activation, or a gradient for each floating-point one.
@@ -115,9 +115,9 @@ class Executor:
                     parts = (step,)
                 if step == parts[0]:
                     self._compute(parts, stage, messages)
-            elif step.kind is ActionKind.SEND:
+            elif step.op is Op.SEND:
                 self._send(step, messages)
-            elif step.kind is ActionKind.OPEN:
+            elif step.op is Op.OPEN:
                 self._open(step, messages)
             else:
                 self._receive(step, messages)
@@ -164,10 +164,10 @@ def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None])
     if len(parts) > 1:
         return stage.beside(parts, given[0], given[1])
     (action,), (message,) = parts, given
-    if action.kind is ActionKind.WEIGHT:
+    if action.op is Op.WEIGHT:
         stage.backward_weight(action.chunk, action.microbatch)
         return ()
-    run = stage.forward if action.kind is ActionKind.FORWARD else stage.backward
+    run = stage.forward if action.op is Op.FORWARD else stage.backward
     return (run(action.chunk, action.microbatch, message),)
 
 

@@ -1,11 +1,11 @@
 """Interleaved 1F1B (Narayanan et al. 2021, section 2.2)."""
 
-from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.kind import ScheduleKind, alternate
+from megazero.schedules.action import Action, Op, Schedule
+from megazero.schedules.factory import ScheduleFactory, alternate
 from megazero.settings import nearest_multiples
 
 
-class Interleaved(ScheduleKind):
+class Interleaved(ScheduleFactory):
     """1F1B over several model chunks per rank, in groups of pp micro-batches.
 
     Rank s warms up with 2 (pp - s - 1) + (chunks - 1) pp forwards.
@@ -24,12 +24,12 @@ class Interleaved(ScheduleKind):
             hint = f"nearest: {nearest}"
             raise ValueError(f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; {hint}")
 
-        def order(kind: ActionKind, order_of_chunks: list[int]) -> list[Action]:
+        def order(op: Op, order_of_chunks: list[int]) -> list[Action]:
             groups = range(0, microbatches, pp)
-            return [Action(kind, first + i, chunk) for first in groups for chunk in order_of_chunks for i in range(pp)]
+            return [Action(op, first + i, chunk) for first in groups for chunk in order_of_chunks for i in range(pp)]
 
-        forwards = order(ActionKind.FORWARD, list(range(chunks)))
-        backwards = order(ActionKind.BACKWARD, list(reversed(range(chunks))))
+        forwards = order(Op.FORWARD, list(range(chunks)))
+        backwards = order(Op.BACKWARD, list(reversed(range(chunks))))
         first = (chunks - 1) * pp + self.has_pairs
         warmups = [min(2 * (pp - rank - 1) + first, len(forwards)) for rank in range(pp)]
         ranks = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)

@@ -35,14 +35,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
-from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
+from megazero.schedules.action import Action, MessageAction, Op, Schedule
 
 Steps: TypeAlias = tuple[Action | MessageAction, ...]
 Program: TypeAlias = tuple[Steps, ...]
 RankAction: TypeAlias = tuple[int, Action]
 Stream: TypeAlias = deque[tuple[MessageAction, float]]
 
-_BEFORE = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
+_BEFORE = {Op.BACKWARD: Op.FORWARD, Op.WEIGHT: Op.BACKWARD}
 
 
 class ScheduleError(ValueError):
@@ -64,9 +64,9 @@ class Costs:
 
     def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
         """Return the time of an action.  The chunks of a rank, and all ranks, have equal work."""
-        if action.kind is ActionKind.FORWARD:
+        if action.op is Op.FORWARD:
             whole = self.forward
-        elif action.kind is ActionKind.WEIGHT:
+        elif action.op is Op.WEIGHT:
             whole = self.weight
         else:
             whole = self.backward + (0.0 if schedule.splits_backward else self.weight)
@@ -113,23 +113,23 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
     """
     if not schedule.has_backward:
         return 0
-    last = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+    last = Op.WEIGHT if schedule.splits_backward else Op.BACKWARD
     held = peak = 0
     for action in schedule.ranks[rank]:
-        held += {ActionKind.FORWARD: 1, last: -1}.get(action.kind, 0)
+        held += {Op.FORWARD: 1, last: -1}.get(action.op, 0)
         peak = max(peak, held)
     return peak
 
 
 def _check_complete(schedule: Schedule) -> None:
     """Check that each rank has each action once, and after the previous action of the same micro-batch and chunk."""
-    kinds = [ActionKind.FORWARD]
+    ops = [Op.FORWARD]
     if schedule.has_backward:
-        kinds += [ActionKind.BACKWARD, ActionKind.WEIGHT] if schedule.splits_backward else [ActionKind.BACKWARD]
+        ops += [Op.BACKWARD, Op.WEIGHT] if schedule.splits_backward else [Op.BACKWARD]
     for rank, actions in enumerate(schedule.ranks):
         text = f"{schedule.name}: rank {rank}"
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
-        wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
+        wanted = {Action(op, m, c) for op in ops for m in range(schedule.microbatches) for c in chunks}
         index_of = {action: index for index, action in reversed(list(enumerate(actions)))}
         if repeated := [action for index, action in enumerate(actions) if index_of[action] < index]:
             raise ScheduleError(f"{text} runs {repeated[0]} twice", rank, repeated[0])
@@ -138,9 +138,9 @@ def _check_complete(schedule: Schedule) -> None:
         if surplus := sorted(set(actions) - wanted, key=str):
             raise ScheduleError(f"{text} runs {surplus[0]}, which is no part of a step", rank, surplus[0])
         for action, following in zip_longest(actions, actions[1:]):
-            if (rank, action) in schedule.beside and (following is None or following.kind is not ActionKind.BACKWARD):
+            if (rank, action) in schedule.beside and (following is None or following.op is not Op.BACKWARD):
                 raise ScheduleError(f"{text} runs {action} beside {following}, which is no backward", rank, action)
-            before = Action(_BEFORE.get(action.kind, action.kind), action.microbatch, action.chunk)
+            before = Action(_BEFORE.get(action.op, action.op), action.microbatch, action.chunk)
             if index_of[before] > index_of[action]:
                 raise ScheduleError(f"{text} runs {action} before {before}", rank, action)
 
@@ -201,12 +201,12 @@ def program(schedule: Schedule) -> Program:
     # For each rank: (index of the next action, step); messages with the same index are in the agreed order.
     steps: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in schedule.ranks]
     for (time, *_), sender, action, (receiver, use) in sorted(messages, key=lambda message: message[0]):
-        for rank, kind, peer, times in (
-            (sender, ActionKind.SEND, receiver, starts),
-            (receiver, ActionKind.OPEN, sender, ends),
-            (receiver, ActionKind.RECV, sender, starts),
+        for rank, op, peer, times in (
+            (sender, Op.SEND, receiver, starts),
+            (receiver, Op.OPEN, sender, ends),
+            (receiver, Op.RECV, sender, starts),
         ):
-            steps[rank].append((bisect_left(times[rank], time), MessageAction(kind, action, use, peer)))
+            steps[rank].append((bisect_left(times[rank], time), MessageAction(op, action, use, peer)))
     placed = tuple(  # the sort is stable
         tuple(step for _, step in sorted([*steps[rank], *enumerate(actions)], key=lambda step: step[0]))
         for rank, actions in enumerate(schedule.ranks)
@@ -219,10 +219,10 @@ def received_when_opened(steps: Steps) -> Steps:
     """Return one rank's steps for gloo: every receive directly after its OPEN."""
     moved: list[Action | MessageAction] = []
     for step in steps:
-        if step.kind is not ActionKind.RECV:
+        if step.op is not Op.RECV:
             moved.append(step)
-        if isinstance(step, MessageAction) and step.kind is ActionKind.OPEN:
-            moved.append(replace(step, kind=ActionKind.RECV))
+        if isinstance(step, MessageAction) and step.op is Op.OPEN:
+            moved.append(replace(step, op=Op.RECV))
     return tuple(moved)
 
 
@@ -255,7 +255,7 @@ def plan_of_rank(schedule: Schedule, rank: int, device_type: str) -> RankPlan:
         rank,
         steps_of(placed, rank, device_type),
         {action: schedule.together(rank, action) for action in actions},
-        dict(pairwise(action for action in actions if action.kind is not ActionKind.WEIGHT)),
+        dict(pairwise(action for action in actions if action.op is not Op.WEIGHT)),
         {action: use if at == rank else action for action, (at, use) in targets.items()},
         what_messages_confirm(placed, rank),
     )
@@ -275,12 +275,12 @@ def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Actio
     confirmed: dict[Action, list[Action]] = {}
     for steps in placed:
         ours = [step for step in steps if isinstance(step, MessageAction) and step.peer == rank]
-        coming = {message.lands: message.carries for message in ours if message.kind is ActionKind.RECV}
+        coming = {message.lands: message.carries for message in ours if message.op is Op.RECV}
         used: list[Action] = []
         for step in steps:
             if isinstance(step, Action):
                 used += [coming[step]] if step in coming else []
-            elif step.kind is ActionKind.SEND and step.peer == rank and used:
+            elif step.op is Op.SEND and step.peer == rank and used:
                 confirmed[step.lands], used = used, []
     return confirmed
 
@@ -355,14 +355,14 @@ def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, hos
 
 def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits: bool) -> None:
     """Execute a rank's next step, a side of a message."""
-    if step.kind is ActionKind.OPEN:
+    if step.op is Op.OPEN:
         rank.opened[step.lands] = rank.clock
         return
-    if step.kind is ActionKind.SEND and (index, step.carries) not in rank.known:
+    if step.op is Op.SEND and (index, step.carries) not in rank.known:
         raise ScheduleError(f"{name}: rank {index} posts {step} before {step.carries}")
-    if step.kind is ActionKind.RECV and step.lands not in rank.opened:
+    if step.op is Op.RECV and step.lands not in rank.opened:
         raise ScheduleError(f"{name}: rank {index} posts {step} before it is opened")
-    is_ahead = step.kind is ActionKind.RECV and not host_waits
+    is_ahead = step.op is Op.RECV and not host_waits
     ready = rank.opened[step.lands] if is_ahead else rank.clock
     rank.posted[step.goes_down(index)].append((step, ready))
 
@@ -377,10 +377,10 @@ def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: floa
             if not peer.posted[down]:
                 break
             other, other_ready = peer.posted[down][0]
-            if other.peer != index or other.carries != head.carries or other.kind is head.kind:
+            if other.peer != index or other.carries != head.carries or other.op is head.op:
                 break
             end = max(ready, other_ready, ranks[index].passed[down], peer.passed[down]) + hop
-            receiver, sender = (index, head.peer) if head.kind is ActionKind.RECV else (head.peer, index)
+            receiver, sender = (index, head.peer) if head.op is Op.RECV else (head.peer, index)
             ranks[receiver].known[schedule.last_part(sender, head.carries)] = end
             for rank in (ranks[index], peer):
                 rank.posted[down].popleft()
@@ -402,7 +402,7 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
                 if isinstance(following, MessageAction) and schedule.last_part(rank, step) != (rank, step):
                     raise ScheduleError(f"{text} posts {following} within the pair of {step}")
             else:
-                sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
+                sender, receiver = (rank, step.peer) if step.op is Op.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
                     raise ScheduleError(f"{text} posts {step} for {step.lands}, which is no message")
 

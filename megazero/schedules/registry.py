@@ -1,4 +1,4 @@
-"""The schedules that `parallel.schedule` may name.  A script may register its own; see `ScheduleKind`."""
+"""The schedules that `parallel.schedule` may name.  A script may register its own; see `ScheduleFactory`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from megazero.registry import Registry
 
 if TYPE_CHECKING:
-    from megazero.schedules.kind import ScheduleKind
+    from megazero.schedules.factory import ScheduleFactory
 
-SCHEDULES: Registry[ScheduleKind] = Registry(
+SCHEDULES: Registry[ScheduleFactory] = Registry(
     "schedule",
     {
         "gpipe": "megazero.schedules.gpipe:GPIPE",
@@ -20,5 +20,5 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
         "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
         "dualpipev": "megazero.schedules.dualpipev:DUAL_PIPE_V",
     },
-    "megazero.schedules.kind:ScheduleKind",
+    "megazero.schedules.factory:ScheduleFactory",
 )

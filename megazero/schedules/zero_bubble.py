@@ -1,10 +1,10 @@
 """Zero-bubble schedules: weight gradients are separate actions, which fill idle time (Qi et al. 2024)."""
 
-from megazero.schedules.action import Action, ActionKind, Placement, Schedule, v_shape
-from megazero.schedules.kind import ScheduleKind, Words
+from megazero.schedules.action import Action, Op, Placement, Schedule, v_shape
+from megazero.schedules.factory import ScheduleFactory, Words
 
 
-class ZeroBubbleH1(ScheduleKind):
+class ZeroBubbleH1(ScheduleFactory):
     """1F1B with separate weight gradients: rank s defers s of them to fill its idle time (section 2.1).
 
     Rank s holds at most pp micro-batches: pp - s as in 1F1B, and s that wait for their weight gradient.
@@ -16,19 +16,19 @@ class ZeroBubbleH1(ScheduleKind):
         ranks = []
         for rank in range(pp):
             warmup = min(pp - rank - 1, microbatches)
-            actions = [Action(ActionKind.FORWARD, index) for index in range(warmup)]
+            actions = [Action(Op.FORWARD, index) for index in range(warmup)]
             for index in range(microbatches):
                 if warmup + index < microbatches:
-                    actions.append(Action(ActionKind.FORWARD, warmup + index))
-                actions.append(Action(ActionKind.BACKWARD, index))
+                    actions.append(Action(Op.FORWARD, warmup + index))
+                actions.append(Action(Op.BACKWARD, index))
                 if index >= rank:
-                    actions.append(Action(ActionKind.WEIGHT, index - rank))
-            actions += [Action(ActionKind.WEIGHT, index) for index in range(max(0, microbatches - rank), microbatches)]
+                    actions.append(Action(Op.WEIGHT, index - rank))
+            actions += [Action(Op.WEIGHT, index) for index in range(max(0, microbatches - rank), microbatches)]
             ranks.append(tuple(actions))
         return Schedule(self.name, microbatches, self.placement(pp, 1), tuple(ranks))
 
 
-class ZeroBubbleV(ScheduleKind):
+class ZeroBubbleV(ScheduleFactory):
     """Two chunks per rank in a V, and split backwards, at 1F1B's memory ("ZB-V", section 6).
 
     In a V, rank s runs chunk 1 long before chunk 0's backward returns.  So 2 (pp - s) - 1 forwards of chunk 0 warm up,
@@ -50,7 +50,7 @@ class ZeroBubbleV(ScheduleKind):
 
 def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
     count = max(2 * pp - 1, microbatches)
-    words, forward = Words(), ActionKind.FORWARD
+    words, forward = Words(), Op.FORWARD
     run, done = words.run, words.done
     run("F0", 2 * (pp - rank) - 1)
     run("F1 F0", rank)
@@ -60,7 +60,7 @@ def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
     run("B0 B1", rank)
     run("B0 W0", pp - rank)
     for chunk in (1, 0):
-        run(f"W{chunk}", done[ActionKind.BACKWARD, chunk] - done[ActionKind.WEIGHT, chunk])
+        run(f"W{chunk}", done[Op.BACKWARD, chunk] - done[Op.WEIGHT, chunk])
     return tuple(action for action in words.actions if action.microbatch < microbatches)
 
 

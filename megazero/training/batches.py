@@ -17,7 +17,7 @@ from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
 from megazero.data.identity import parts_of
 from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationStream
-from megazero.engine.micro_batches import BatchShare, placed, read_on_host
+from megazero.engine.micro_batches import BatchSlice, placed, read_on_host
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
 from megazero.settings import Say, listed
@@ -155,6 +155,8 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
     return open_sources(config.model_copy(update={"model": model})).fingerprint
 
 
-def read_batches(stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare) -> list[MicroBatch]:
-    """Read micro-batches as `read_on_host` does, and copy them to the device of `share`."""
-    return placed(read_on_host(stream, first, count, micro_batch_size, share), share, stream.seq_len)
+def read_batches(
+    stream: Stream, first: int, count: int, micro_batch_size: int, batch_slice: BatchSlice
+) -> list[MicroBatch]:
+    """Read micro-batches as `read_on_host` does, and copy them to the device of `batch_slice`."""
+    return placed(read_on_host(stream, first, count, micro_batch_size, batch_slice), batch_slice, stream.seq_len)

@@ -154,7 +154,7 @@ class Trainer:
         """Train on the samples of a step and note what was measured."""
         engine, model, traffic = self.engine, self.engine.sharded_model, self.state.traffic
         sent, waited, started = Counter(traffic.by_axis()), traffic.waited_seconds, time.perf_counter()
-        batches = placed(self._batches.take(*self._reading), engine.share, self.resolved.config.model.seq_len)
+        batches = placed(self._batches.take(*self._reading), engine.batch_slice, self.resolved.config.model.seq_len)
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
         lr = self._learning_rate(model.optimizer.steps_taken)
         statistics = engine.train_step(batches, lr, raises_non_finite=False)
@@ -180,7 +180,7 @@ class Trainer:
     def _read(self, first: int, count: int, stream_starts_at: int) -> list[MicroBatch]:
         """Read a step's micro-batches into the host's memory; see `read_on_host`."""
         size, stream = self.resolved.micro_batch_size, self.context.corpus.train
-        return read_on_host(stream, first, count, size, self.engine.share, stream_starts_at)
+        return read_on_host(stream, first, count, size, self.engine.batch_slice, stream_starts_at)
 
     def _roll_back(self, record: base.StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""

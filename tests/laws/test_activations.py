@@ -25,7 +25,7 @@ from megazero.models.build_context import BuildContext
 from megazero.models.gpt import Block
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES as FAMILIES_BY_NAME
-from megazero.schedules.action import Action, ActionKind, Schedule, loop
+from megazero.schedules.action import Action, Op, Schedule, loop
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -209,7 +209,7 @@ def _own_schedule(rank: int, runs: Sequence[ResolvedRun], schedule: Schedule) ->
 
 
 def test_a_schedule_of_the_users_own_whose_weight_gradients_wait_for_the_end() -> None:
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+    kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
     actions = tuple(Action(kind, index) for kind in kinds for index in range(2))
     activations: list[dict[str, Any]] = [{}, RECOMPUTED["selective"], RECOMPUTED["full"]]
     runs = [run_of(1, model=LLAMA, training={"accumulation": 2}, activations=one) for one in activations]

@@ -30,7 +30,7 @@ from worlds import (
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
-from megazero.schedules.action import Action, ActionKind, Schedule, loop
+from megazero.schedules.action import Action, Op, Schedule, loop
 from megazero.schedules.proof import ScheduleError
 
 DEEP = {"num_layers": 5}  # does not divide by 2 ranks of 2 chunks
@@ -186,7 +186,7 @@ def _own(rank: int, run: ResolvedRun, schedule: Schedule) -> tuple[list[float], 
 
 def test_a_schedule_of_the_users_own_runs_and_a_broken_one_is_refused_before_the_first_step() -> None:
     """Forwards and backwards as in GPipe, but the weight gradients of a rank all at the end."""
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+    kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
     actions = tuple(Action(kind, index) for kind in kinds for index in range(4))
     own = Schedule("mine", 4, loop(2), (actions, actions))
     run = run_of(2, model=MODELS["untied"], parallel={"pp": 2}, training={"accumulation": 4})
@@ -202,7 +202,7 @@ def _failing_on_the_way(rank: int, run: ResolvedRun) -> tuple[list[float], list[
 
     def fail(action: Action) -> None:
         nonlocal backwards
-        backwards += action.kind is ActionKind.BACKWARD
+        backwards += action.op is Op.BACKWARD
         if backwards == 2:  # called before and after: the first backward has ended
             raise RuntimeError("on purpose")
 

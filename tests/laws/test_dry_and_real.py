@@ -76,7 +76,7 @@ def _step(rank: int, runs: Sequence[ResolvedRun], local_world_size: int, watched
         with live_memory(state.device) if watched else nullcontext() as live:
             engine = initialize(run.config, state)
             start = tuple(events)
-            batches = random_batches(run, engine.share)
+            batches = random_batches(run, engine.batch_slice)
             engine.train_step(batches, LR)
             events.clear()
             gc.collect()

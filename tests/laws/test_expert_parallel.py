@@ -271,7 +271,7 @@ def _train_biased(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
     samples = torch.randint(61, (SAMPLES, 17), generator=torch.Generator().manual_seed(STEPS)).numpy()
     stream: Any = SimpleNamespace(seq_len=16, batch=samples.__getitem__)
     size = 1 if engine.state.world.size == 1 else 3
-    engine.train_step(read_on_host(stream, 0, SAMPLES, size, engine.share), LR)
+    engine.train_step(read_on_host(stream, 0, SAMPLES, size, engine.batch_slice), LR)
     tokens, after = engine.routers.load(1).tokens, whole(engine, "model")
     return got and got | {"tokens": tokens, "after": after}
 

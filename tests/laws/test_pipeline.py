@@ -16,7 +16,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.models.gpt import MicroBatch
-from megazero.schedules.action import ActionKind
+from megazero.schedules.action import Op
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 
@@ -55,7 +55,7 @@ def _watched_on(engine: Engine, run: ResolvedRun, repeat: int = 1, warms_up: boo
         "elements": sum(layout.padded_numel for layout in layouts),
         "largest": max(layout.padded_numel for layout in layouts),
         "sent": dict(engine.state.traffic.sent_bytes),
-        "labels": engine.share.labels,
+        "labels": engine.batch_slice.labels,
         "memory": engine.memory_bytes(),
     }
 
@@ -66,7 +66,7 @@ def test_reduction_is_issued_during_the_backwards_not_after_the_last(zero_stage:
     run = run_of(4, model=UNTIED, parallel={"pp": 2}, zero={"stage": zero_stage}, training={"accumulation": 4})
     for measured in run_world(4, _watched, run, 2):
         events = measured["events"]
-        backwards = [index for index, event in enumerate(events) if event.startswith(ActionKind.BACKWARD.value)]
+        backwards = [index for index, event in enumerate(events) if event.startswith(Op.BACKWARD.value)]
         reductions = [index for index, event in enumerate(events) if event == "reduce_scatter over dp"]
         spans = list(zip(backwards[::2], backwards[1::2], strict=True))
         assert len(spans) == 8

@@ -31,7 +31,7 @@ def _traffic_of_second_step(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
         "calls": dict(traffic.calls),
         "elements": sum(layout.padded_numel for layout in layouts),
         "units": [layout.padded_numel for layout in layouts],
-        "last": engine.share.labels,
+        "last": engine.batch_slice.labels,
     }
 
 
@@ -117,7 +117,7 @@ def _gathered_by_kind(engine: Engine, run: ResolvedRun) -> dict[str, int]:
     """Bytes that a step's forwards, backwards and weight gradients gather over tp."""
     marks: list[tuple[str, int]] = []  # before and after each action
     gathered = engine.state.traffic.sent_bytes
-    engine.on_action = lambda action: marks.append((action.kind.value, gathered["tp", "all_gather"]))
+    engine.on_action = lambda action: marks.append((action.op.value, gathered["tp", "all_gather"]))
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     sent = dict.fromkeys("FBW", 0)
     for (kind, before), (_, after) in zip(marks[::2], marks[1::2], strict=True):

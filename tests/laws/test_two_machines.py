@@ -22,7 +22,7 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.plan.step_callbacks import ActionClock
 from megazero.schedules import executor, proof
 from megazero.schedules import registry as kinds
-from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule, loop, v_shape
+from megazero.schedules.action import Action, MessageAction, Op, Schedule, loop, v_shape
 from megazero.schedules.proof import Costs, Program, ScheduleError, play, program, prove, received_when_opened, simulate
 
 
@@ -57,13 +57,13 @@ def random_schedule(random: Random, most: tuple[int, int, int] = (4, 5, 2)) -> S
         weights = [favour[placement[stage][0]] + 0.05 for _, _, stage in ready]
         kind, microbatch, stage = ready.pop(random.choices(range(len(ready)), weights)[0])
         rank, chunk = placement[stage]
-        ranks[rank].append(Action(ActionKind(kind), microbatch, chunk))
+        ranks[rank].append(Action(Op(kind), microbatch, chunk))
         backwards = [one for one in ready if one[0] == "B" and placement[one[2]][0] == rank]
         chosen = [(kind, microbatch, stage)]
         if kind == "F" and backwards and random.random() < pairs:
             beside.add((rank, ranks[rank][-1]))
             chosen.append(ready.pop(ready.index(backwards[0])))
-            ranks[rank].append(Action(ActionKind.BACKWARD, chosen[1][1], placement[chosen[1][2]][1]))
+            ranks[rank].append(Action(Op.BACKWARD, chosen[1][1], placement[chosen[1][2]][1]))
         for kind, microbatch, stage in chosen:
             if kind == "F":
                 ready.append(("F", microbatch, stage + 1) if stage + 1 in stages else ("B", microbatch, stage))
@@ -122,11 +122,11 @@ def test_between_open_and_receive_lies_at_most_one_action_and_the_message_arrive
     for schedule in every_built_in():
         spans = simulate(schedule).spans
         for rank, steps in enumerate(program(schedule)):
-            at = {(step.kind, step.lands): i for i, step in enumerate(steps) if isinstance(step, MessageAction)}
+            at = {(step.op, step.lands): i for i, step in enumerate(steps) if isinstance(step, MessageAction)}
             for (kind, use), received in at.items():
-                if kind is not ActionKind.RECV:
+                if kind is not Op.RECV:
                     continue
-                actions = [one for one in steps[at[ActionKind.OPEN, use] : received] if isinstance(one, Action)]
+                actions = [one for one in steps[at[Op.OPEN, use] : received] if isinstance(one, Action)]
                 between = {pair_of(schedule, rank, action) for action in actions}
                 assert len(between) <= 1
                 for parts in between:
@@ -231,8 +231,8 @@ def test_a_gpu_runs_the_program_itself_and_gloo_receives_when_it_opens() -> None
         early = proof.steps_of(placed, rank, "cpu")
         assert sorted(map(str, early)) == sorted(map(str, steps))
         for one, following in pairwise(early):
-            if one.kind is ActionKind.OPEN:
-                assert (following.kind, following.lands) == (ActionKind.RECV, one.lands)
+            if one.op is Op.OPEN:
+                assert (following.op, following.lands) == (Op.RECV, one.lands)
 
 
 def _connected(rank: int, run: Any, names: list[str]) -> list[dict[Any, int]]:
@@ -278,7 +278,7 @@ def test_a_clock_on_a_gpu_never_waits_for_it_within_the_step(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("a wait for the device"))
     clock = ActionClock(torch.device("cuda"))
-    first, second = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
+    first, second = Action(Op.FORWARD, 0), Action(Op.BACKWARD, 0)
     for action, at in ((first, 250.0), (first, 500.0), (second, 1500.0), (second, 2000.0)):
         now[0] = at
         clock.mark(action)

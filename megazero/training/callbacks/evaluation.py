@@ -34,7 +34,7 @@ class Validation:
 
     def evaluate(self, run: ResolvedRun, engine: Engine) -> StepStatistics:
         """Return the mean loss on the source's samples; see `Engine.evaluate`.  Every rank calls this."""
-        return engine.evaluate(read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.share))
+        return engine.evaluate(read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.batch_slice))
 
 
 def validations_of(

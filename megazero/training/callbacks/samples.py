@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.comm.agreement import in_thread, seconds_between_meetings
 from megazero.comm.collectives import all_reduce, from_first, largest
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
-from megazero.engine.micro_batches import share_of_each
+from megazero.engine.micro_batches import samples_per_rank
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
@@ -65,10 +65,10 @@ LIKELIEST = Reader(1, _likeliest)
 
 def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> list[list[float]]:
     """Return the numbers of each text.  Every rank calls this.  A text longer than a sample loses its first tokens."""
-    run, share, state = context.run, context.engine.share, context.engine.state
+    run, batch_slice, state = context.run, context.engine.batch_slice, context.engine.state
     seq_len, size = run.config.model.seq_len, run.micro_batch_size
-    each = share_of_each(len(texts), size, share)
-    first = share.dp.index * each  # of this rank's texts
+    each = samples_per_rank(len(texts), size, batch_slice)
+    first = batch_slice.dp.index * each  # of this rank's texts
     whole = torch.zeros(2, seq_len, each, dtype=torch.int64)  # their tokens and labels
     whole[1] = IGNORED_LABEL
     for row, (text, asked) in enumerate(texts[first : first + each]):
@@ -76,15 +76,13 @@ def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> li
         end = len(ids) - 1
         whole[0, :end, row] = ids[:-1]
         whole[1, max(end - asked, 0) : end, row] = ids[1:][-asked:]
-    whole, shard = (
-        whole.to(share.device),
-        share.sequence_shard([[seq_len]] * size if share.documents else None, seq_len),
-    )
-    numbers = torch.zeros(each * share.dp.size, reader.width, dtype=torch.float64, device=share.device)
+    shard = batch_slice.sequence_shard([[seq_len]] * size if batch_slice.documents else None, seq_len)
+    whole = whole.to(batch_slice.device)
+    numbers = torch.zeros(each * batch_slice.dp.size, reader.width, dtype=torch.float64, device=batch_slice.device)
 
     def cut(at: int) -> MicroBatch:
-        samples = torch.arange(at, at + size, device=share.device)
-        return share.cut(first + samples, whole[0, :, samples], whole[1, :, samples], shard)
+        samples = torch.arange(at, at + size, device=batch_slice.device)
+        return batch_slice.cut(first + samples, whole[0, :, samples], whole[1, :, samples], shard)
 
     def collect(batch: MicroBatch, logits: Tensor) -> None:
         if batch.labels is not None and not state.at.tp:  # all ranks of tp have the same logits

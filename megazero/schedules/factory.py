@@ -1,4 +1,4 @@
-"""Base class of pipeline schedules; everything about a schedule is in its own class.
+"""Base class of the factories of pipeline schedules; each schedule has one, which holds everything about it.
 
 name         chunks  backward  placement  idle time per rank for F = B = W = 1  activations of rank s
 gpipe           1    whole     loop       3 (pp - 1)                            m
@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import replace
 
-from megazero.schedules.action import Action, ActionKind, Placement, Schedule, loop
+from megazero.schedules.action import Action, Op, Placement, Schedule, loop
 
 
-class ScheduleKind(ABC):
-    """Orders the actions of a step, for any number of ranks and micro-batches.
+class ScheduleFactory(ABC):
+    """Builds a schedule of one name, for any number of ranks and micro-batches.
 
     To add one, call `SCHEDULES.register("mine", Mine())` in a script and set `parallel.schedule = "mine"` in its run
     file.
@@ -71,7 +71,7 @@ class ScheduleKind(ABC):
         return self.chunks or virtual_stages
 
 
-class GivenSchedule(ScheduleKind):
+class GivenSchedule(ScheduleFactory):
     """A user's own schedule, for example from a file.  It fits only its own numbers of ranks and micro-batches."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -99,19 +99,19 @@ class GivenSchedule(ScheduleKind):
 
 class Words:
     """Writes a rank's actions as words: "F0 B1" is a forward of chunk 0 and a backward of chunk 1, each of the next
-    micro-batch of its kind and chunk.
+    micro-batch of its type and chunk.
     """
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.done: Counter[tuple[ActionKind, int]] = Counter()
+        self.done: Counter[tuple[Op, int]] = Counter()
 
     def run(self, text: str, times: int = 1) -> None:
         """Append the actions of some words, `times` times."""
         for word in text.split() * times:
-            kind, chunk = ActionKind(word[0]), int(word[1])
-            self.actions.append(Action(kind, self.done[kind, chunk], chunk))
-            self.done[kind, chunk] += 1
+            op, chunk = Op(word[0]), int(word[1])
+            self.actions.append(Action(op, self.done[op, chunk], chunk))
+            self.done[op, chunk] += 1
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
@@ -132,7 +132,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     firsts = range(0, count, schedule.microbatches)  # micro-batch of each round
 
     def forwards(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-        own = [action for action in actions if action.kind is ActionKind.FORWARD]
+        own = [action for action in actions if action.op is Op.FORWARD]
         every = (replace(action, microbatch=first + action.microbatch) for first in firsts for action in own)
         return tuple(action for action in every if action.microbatch < count)
 
