@@ -198,14 +198,14 @@ def embedding_bytes(embedding: Embedding, size: MicroBatchSize) -> int:
     return own + size.own_tokens * hidden * isinstance(embedding.dropout, Dropout)
 
 
-def head_bytes(head: Head, size: MicroBatchSize, *, keeps_logits: bool) -> int:
+def head_bytes(head: Head, size: MicroBatchSize, *, saves_logits: bool) -> int:
     """What the head keeps of one micro-batch: input of the norm and of the logits, five numbers a token, and the logits
-    where they are of one chunk and `keeps_logits` says so."""
+    where they are of one chunk and `saves_logits` says so."""
     rows, hidden = head.output.weight.shape
     of_norm = size.own_tokens * hidden * size.itemsize + norm_bytes(head.norm, size)
     numbers = size.tokens * (_INT64 + 2 * _BOOL + 2 * _FP32)
     chunk = max(1, head.output.logits.most_bytes // (rows * size.itemsize))
-    logits = size.tokens * rows * size.itemsize if keeps_logits and chunk >= size.tokens else 0
+    logits = size.tokens * rows * size.itemsize if saves_logits and chunk >= size.tokens else 0
     return of_norm + size.tokens * hidden * size.itemsize + numbers + logits
 
 
@@ -299,7 +299,7 @@ def _of_rank(
     units: dict[str, dict[str, int]] = {}
     on_device, on_host, moving = [], [], 0
     for layout, stage in chunks:
-        found = dict(_of_stage(stage, layout, policies, size, keeps_logits=schedule.waiting_losses <= 1))
+        found = dict(_of_stage(stage, layout, policies, size, saves_logits=schedule.waiting_losses <= 1))
         moved = [sum(found[f"layer {layer}"].values()) for layer in layout.layers if policies[layer].offload]
         on_device.append(sum(sum(tensors.values()) for tensors in found.values()) - sum(moved))
         on_host.append(sum(moved))
@@ -320,11 +320,11 @@ def _of_stage(
     policies: Mapping[int, LayerPolicy],
     size: MicroBatchSize,
     *,
-    keeps_logits: bool,
+    saves_logits: bool,
 ) -> Iterator[tuple[str, dict[str, int]]]:
     if stage.embedding is not None:
         yield EMBEDDING, {"rows and mask": embedding_bytes(stage.embedding, size)}
     for layer, block in zip(layout.layers, stage.blocks, strict=True):
         yield f"layer {layer}", block_bytes(block, policies[layer], size)
     if stage.head is not None:
-        yield HEAD, {"norm and logits": head_bytes(stage.head, size, keeps_logits=keeps_logits)}
+        yield HEAD, {"norm and logits": head_bytes(stage.head, size, saves_logits=saves_logits)}

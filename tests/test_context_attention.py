@@ -24,7 +24,7 @@ from megazero.cpu.attention import CpuTiles
 from megazero.layers import context_attention
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sequence_shard import sequence_shard
-from megazero.layers.token_layout import head_pieces
+from megazero.layers.token_layout import head_groups
 from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Message, Operator
@@ -37,16 +37,16 @@ SHAPES = {"ulysses 2": (2, 2), "ring 2": (2, 1), "ring 3": (3, 1), "2 x 2": (4, 
 
 
 @pytest.mark.parametrize("shares_keys", [True, False])
-def test_pieces_have_every_head_once_with_the_key_head_that_it_reads(shares_keys: bool) -> None:
+def test_groups_have_every_head_once_with_the_key_head_that_it_reads(shares_keys: bool) -> None:
     for kv_heads, each, most in product(range(1, 9), range(1, 6), range(1, 6)):
-        pieces = head_pieces(kv_heads * each, kv_heads, most, shares_keys=shares_keys)
-        assert [head for piece in pieces for head in range(kv_heads * each)[piece.queries]] == [*range(kv_heads * each)]
-        for piece in pieces:
-            assert {head // each for head in range(kv_heads * each)[piece.queries]} == {*range(kv_heads)[piece.keys]}
-        assert min(most, kv_heads) <= len(pieces) <= most
-        assert shares_keys or len({piece.keys.start for piece in pieces}) == len(pieces)
+        groups = head_groups(kv_heads * each, kv_heads, most, shares_keys=shares_keys)
+        assert [head for group in groups for head in range(kv_heads * each)[group.queries]] == [*range(kv_heads * each)]
+        for group in groups:
+            assert {head // each for head in range(kv_heads * each)[group.queries]} == {*range(kv_heads)[group.keys]}
+        assert min(most, kv_heads) <= len(groups) <= most
+        assert shares_keys or len({group.keys.start for group in groups}) == len(groups)
         if shares_keys and kv_heads == 1:
-            assert len(pieces) == min(most, each)
+            assert len(groups) == min(most, each)
 
 
 def _inputs(heads: int, kv_heads: int, batch: int) -> list[Tensor]:
@@ -107,11 +107,11 @@ def _compare(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_messages_that_arrive_late_give_the_numbers_of_the_formula(shape: str) -> None:
-    """Keys that each, some or all query heads of a rank share, in as many pieces as there may be."""
+    """Keys that each, some or all query heads of a rank share, in as many groups as there may be."""
     run_world(SHAPES[shape][0], _compare, *SHAPES[shape])
 
 
-def test_hosts_that_cut_some_groups_of_ulysses_and_not_others_agree_on_the_pieces() -> None:
+def test_hosts_that_cut_some_groups_of_ulysses_and_not_others_agree_on_the_groups() -> None:
     """Two hosts of three ranks: 0 and 1 share memory, 2 and 3 do not, and both send keys round the same ring."""
     run_world(6, _compare, 6, 2, 3)
 
@@ -123,17 +123,17 @@ def test_a_dry_run_finds_all_ranks_of_such_hosts_with_the_same_messages() -> Non
 
 
 @pytest.mark.parametrize("seq_len", [1024, 4096])
-def test_a_plan_has_the_pieces_of_the_device_that_it_is_for(seq_len: int) -> None:
-    """On CUDA a piece has 2^15 rows of queries at least: of 8 samples and 4 heads 1,024 tokens are one, 4,096 make four."""
+def test_a_plan_has_the_head_groups_of_the_device_that_it_is_for(seq_len: int) -> None:
+    """On CUDA a group has 2^15 rows of queries at least: of 8 samples and 4 heads 1,024 tokens are one, 4,096 make four."""
     model = LLAMA | {"num_heads": 8, "num_kv_heads": 8, "hidden_size": 64, "seq_len": seq_len}
     run = run_of(2, model=model, parallel={"cp": 2, "cp_method": "ulysses"})
     assert run.micro_batch_size == 8
-    for on_cuda, per_node, pieces in ((True, 2, seq_len // 1024), (False, 2, 1), (False, 1, 4)):
+    for on_cuda, per_node, groups in ((True, 2, seq_len // 1024), (False, 2, 1), (False, 1, 4)):
         layer = next(
             one for key, one in trace_units(run, on_cuda=on_cuda, per_node=per_node).items() if not isinstance(key, str)
         )
         exchanges = [one for one in layer.forward.events if isinstance(one, Message) and one.operation == "all_to_all"]
-        assert len(exchanges) == 4 * pieces
+        assert len(exchanges) == 4 * groups
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def test_the_last_gradients_of_a_ring_travel_while_its_own_keys_are_used() -> No
 
 
 def test_ranks_that_exchange_when_they_wait_do_so_once() -> None:
-    """In the memory of one host nothing travels by itself: pieces would only wait more often."""
-    assert context_attention._MOST_PIECES > 1
+    """In the memory of one host nothing travels by itself: groups would only wait more often."""
+    assert context_attention._MOST_GROUPS > 1
     found = run_world(2, _calls_in_shared_memory)
     assert found == [8] * 2  # q, k, v and out, forward and backward
 

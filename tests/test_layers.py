@@ -26,7 +26,7 @@ from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sequence_shard import SequenceShard, TokenLayout, sequence_shard
 from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, rows_spec
-from megazero.layers.tp_overlap import Overlap, Pieces, Symmetric, hide_exchanges, overlap_of
+from megazero.layers.tp_overlap import Overlap, Piecewise, Symmetric, hide_exchanges, overlap_of
 from megazero.layers.vocabulary import (
     IGNORED_LABEL,
     Logits,
@@ -68,7 +68,7 @@ class _InGrad:
             add_product(weight.grad, a, b, is_first=is_first)
 
 
-OVERLAPS: dict[str, Overlap] = {"pieces": Pieces(3), "symmetric": Symmetric()}
+OVERLAPS: dict[str, Overlap] = {"pieces": Piecewise(3), "symmetric": Symmetric()}
 # torch's operators have no implementation for a CPU, but one over its collectives, by which torch tests them.
 for fused in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
     torch.library.impl(f"symm_mem::{fused}", "CPU")(getattr(_symmetric_memory, f"_{fused}_fallback"))
@@ -145,8 +145,8 @@ def test_symmetric_memory_is_for_the_gpus_of_one_host_and_pieces_are_for_all_oth
         return overlap_of("symmetric", Axis("tp", (2, 3), group=group), torch.device(device))
 
     assert isinstance(on("cuda", 4), Symmetric)
-    assert isinstance(on("cuda", 1), Pieces)
-    assert isinstance(on("cpu", 4), Pieces)
+    assert isinstance(on("cuda", 1), Piecewise)
+    assert isinstance(on("cpu", 4), Piecewise)
 
 
 def _untied_head(
@@ -309,7 +309,7 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
     for keeps in (None, True, False):
         head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
         head.logits = replace(head.logits, cap=cap)
-        head.keeps_logits, head.z_loss_coef = keeps is not False, 0.1 * bool(cap)
+        head.saves_logits, head.z_loss_coef = keeps is not False, 0.1 * bool(cap)
         if keeps is None:
             head.statistics_of, head.grad_logits_of = statistics_of, grad_logits_of
         x = _given((SEQ, BATCH, HIDDEN)).to(dtype).requires_grad_()
@@ -330,7 +330,7 @@ def test_dropout_keeps_the_expected_share_and_scale() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_keeps_a_byte_for_each_element_or_draws_its_mask_again(dtype: torch.dtype) -> None:
-    dropout = Dropout(0.3, dropout_key(1, "site", torch.device("cpu")), seq_len=64, seq_part=1)
+    dropout = Dropout(0.3, dropout_key(1, "site", torch.device("cpu")), seq_len=64, seq_shard=1)
     given, slope = _given((8, 3, 5)).to(dtype), _given((8, 3, 5)).cos().to(dtype)
     layout = TokenLayout(torch.tensor([4, 0, 7]))
     mask = dropout(torch.ones(8, 3, 5), layout) != 0

@@ -62,10 +62,10 @@ def stored(spec: ParamSpec, seed: int) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
-        if spec.init.kind == "normal":
+        if spec.init.method == "normal":
             tensors[name] = (normal(derive_key(seed, name), torch.arange(count)) * spec.init.std).view(shape)
         else:
-            tensors[name] = torch.full(shape, float(spec.init.kind == "ones"))
+            tensors[name] = torch.full(shape, float(spec.init.method == "ones"))
     return tensors
 
 

@@ -1,6 +1,6 @@
 """Many tiles in one call of a variable-length kernel: the numbers of plain attention, whatever documents and window.
 
-The kernel is CUDA's; here loops over pieces stand for it, which also check what it is given.
+The kernel is CUDA's; here loops over segments stand for it, which also check what it is given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from megazero.layers import attention_kernels, tile_calls
-from megazero.layers.attention_kernels import CAUSAL, EVERY_KEY, Pieces, Sight, TileKernel, merge, packs_tiles
+from megazero.layers.attention_kernels import CAUSAL, EVERY_KEY, Segments, Sight, TileKernel, merge, packs_tiles
 from megazero.layers.context_attention import ContextAttention, KernelWindow
 from megazero.layers.sequence_shard import sequence_shard
 from megazero.layers.tile_calls import EVERYTHING, OneTile, PackedTiles, calls
@@ -33,10 +33,10 @@ DOCUMENTS: dict[str, list[list[int]]] = {
 }
 
 
-def _pieces(q: Tensor, k: Tensor, pieces: Pieces) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, keys, scores [heads, rows, keys]) of each piece, as flash attention masks them (set_params_fprop and mask.h);
+def _segments(q: Tensor, k: Tensor, segments: Segments) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, keys, scores [heads, rows, keys]) of each segment, as flash attention masks them (set_params_fprop and mask.h);
     checks what torch's kernels do not."""
-    q_ends, k_ends, most_queries, most_keys, (before, after) = pieces
+    q_ends, k_ends, most_queries, most_keys, (before, after) = segments
     assert min(before, after) >= -1
     before, after = (-1 if count >= most_keys else count for count in (before, after))
     if before < 0 <= after:
@@ -63,21 +63,21 @@ def _of_heads(x: Tensor) -> Tensor:
     return x.repeat_interleave(HEADS // KV_HEADS, dim=1)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(HEADS, len(q))
-    for rows, keys, scores in _pieces(q, k, pieces):
+    for rows, keys, scores in _segments(q, k, segments):
         lse[:, rows] = scores.logsumexp(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _of_heads(v[keys]))
     return out, lse
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
 ) -> tuple[Tensor, ...]:
     """dS = P (dO v^T - rowsum(dO O)), as in FlashAttention-2."""
     assert lse.shape == (q.shape[1], len(q))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    for rows, keys, scores in _pieces(q, k, pieces):
+    for rows, keys, scores in _segments(q, k, segments):
         p = (scores - lse[:, rows, None]).exp()
         inner = torch.einsum("qhd,khd->hqk", grad[rows], _of_heads(v[keys]))
         ds = p * (inner - (grad[rows] * out[rows]).sum(-1).t()[..., None]) * SIZE**-0.5
@@ -181,12 +181,12 @@ def test_a_step_has_two_calls_at_most_and_its_own_documents_are_not_copied(monke
                 assert one.queries is one.keys is EVERYTHING
     assert isinstance(_calls_of([[SEQ]], WHOLE, 0, 1)[0], OneTile)  # as torch's own attention of whole samples
     monkeypatch.setattr(tile_calls, "_MOST_TILES", 10)
-    assert [len(one.pieces.q_ends) - 1 for one in _calls_of([[1] * SEQ], WHOLE, 0, 1)] == [10, 10, 10, 10, 8]  # type: ignore[attr-defined]
+    assert [len(one.segments.q_ends) - 1 for one in _calls_of([[1] * SEQ], WHOLE, 0, 1)] == [10, 10, 10, 10, 8]  # type: ignore[attr-defined]
 
 
 def _sights_of(found: list[object]) -> list[tuple[Sight, bool]]:
     """Of packed calls: what is seen, and whether rows are taken as they lie."""
-    return [(one.pieces.sight, one.queries is one.keys is EVERYTHING) for one in found]  # type: ignore[attr-defined]
+    return [(one.segments.sight, one.queries is one.keys is EVERYTHING) for one in found]  # type: ignore[attr-defined]
 
 
 def test_a_sliding_window_is_the_kernels_own_and_never_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +222,9 @@ def test_flash_attention_is_given_its_window(monkeypatch: pytest.MonkeyPatch) ->
     x, ends = torch.empty(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
     sides = {"window_size_left": 4, "window_size_right": 0}
     for sight, window in ((EVERY_KEY, {}), (CAUSAL, {}), (Sight(4, 0), sides)):
-        pieces = Pieces(ends, ends, 3, 4, sight)
-        attention_kernels.varlen_forward(x, x, x, pieces)
-        attention_kernels.varlen_backward(x, x, x, x, x, x, pieces)
+        segments = Segments(ends, ends, 3, 4, sight)
+        attention_kernels.varlen_forward(x, x, x, segments)
+        attention_kernels.varlen_backward(x, x, x, x, x, x, segments)
         assert given[-2:] == [{"causal": sight == CAUSAL, "longest": 4, **window}] * 2
 
 
@@ -252,7 +252,7 @@ class _Cudnn:
 
     def _scaled_dot_product_cudnn_attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[object, ...]:
         assert rest[:3] == (None, True, 0.0)  # no mask; computes the log-sum-exp; no dropout
-        out, lse = _plain_forward(*_rows_first(q, k, v), _one_piece(q, k, causal=rest[3]))
+        out, lse = _plain_forward(*_rows_first(q, k, v), _one_segment(q, k, causal=rest[3]))
         return torch.empty_like(q).copy_(out.transpose(0, 1)), lse[None, ..., None], *[None] * 7
 
     def _scaled_dot_product_cudnn_attention_backward(self, *given: Any) -> list[Tensor]:
@@ -261,7 +261,7 @@ class _Cudnn:
         strides = self.compiled.setdefault((q.stride(), k.stride(), q.shape, causal), [grad.stride(), out.stride()])
         grad, out = (x.as_strided(x.shape, its) for x, its in zip((grad, out), strides, strict=True))
         tensors = _rows_first(grad, q, k, v, out)
-        grads = _plain_backward(*tensors, lse[0, ..., 0], _one_piece(q, k, causal=causal))
+        grads = _plain_backward(*tensors, lse[0, ..., 0], _one_segment(q, k, causal=causal))
         return [x.transpose(0, 1)[None] for x in grads]
 
 
@@ -269,9 +269,9 @@ def _rows_first(*tensors: Tensor) -> list[Tensor]:
     return [x[0].transpose(0, 1) for x in tensors]
 
 
-def _one_piece(q: Tensor, k: Tensor, *, causal: bool) -> Pieces:
+def _one_segment(q: Tensor, k: Tensor, *, causal: bool) -> Segments:
     ends = (torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k))
-    return Pieces(*ends, q.shape[2], k.shape[2], CAUSAL if causal else EVERY_KEY)
+    return Segments(*ends, q.shape[2], k.shape[2], CAUSAL if causal else EVERY_KEY)
 
 
 def test_cudnns_tiles_give_plain_attention_in_whatever_order_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from megazero.layers.attention_kernels import TileKernel, merge, widened
-from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile, head_pieces
+from megazero.layers.token_layout import EVERY_HEAD, HeadGroup, Tile, head_groups
 
 _LEAST_ROWS, _LEAST_SIDE = 256, 64  # below, more calls cost more than they save; a triangle has this to twice this
 _EVERY_KEY, _CAUSAL = (0.0, False), (0.0, True)  # nothing is dropped out
@@ -54,7 +54,7 @@ _LEAST_HALF, _MOST_PIECES = 512, 4
 class CpuTiles(TileKernel):
     """What the seam "kernel" adds for tiles."""
 
-    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:
+    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadGroup]]:
         in_bf16 = multiplies_bf16(q)
         return [*parts_of(tile, window, q.shape[1], k.shape[1])] if in_bf16 else super().cut(tile, window, q, k)
 
@@ -219,7 +219,7 @@ def multiplies_bf16(q: Tensor) -> bool:
     return q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
 
 
-def parts_of(tile: Tile, window: int | None, heads: int, kv_heads: int) -> Iterator[tuple[Tile, HeadPiece]]:
+def parts_of(tile: Tile, window: int | None, heads: int, kv_heads: int) -> Iterator[tuple[Tile, HeadGroup]]:
     """A tile as causal ones of at most 1,023 rows and full ones, each with a part of the heads where it is large."""
     causal = tile.is_causal(window)
     if not causal and tile.offset is not None:  # a mask would be made for each part
@@ -228,7 +228,7 @@ def parts_of(tile: Tile, window: int | None, heads: int, kv_heads: int) -> Itera
     pieces = max(1, min(_MOST_PIECES, kv_heads // torch.get_num_threads()))  # the kernel gives each thread some heads
     for part in _halved(tile) if causal else (tile,):
         is_large = (part.q_stop - part.q_start) * (part.k_stop - part.k_start) > _LEAST_HALF**2
-        for heads_of_part in head_pieces(heads, kv_heads, pieces if is_large else 1, shares_keys=False):
+        for heads_of_part in head_groups(heads, kv_heads, pieces if is_large else 1, shares_keys=False):
             yield part, heads_of_part
 
 

@@ -201,7 +201,7 @@ class StepEngine:
         if self.routers is not None and gradient is not None:
             self.routers.set_grad_scale(gradient)
         for head in self._heads:
-            head.keeps_logits = schedule.waiting_losses <= 1
+            head.saves_logits = schedule.waiting_losses <= 1
         chunks = [
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)

@@ -276,6 +276,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return self.out(self.core(self.qkv(x), layout))
 
-    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def body_and_projection(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules before the last projection, and the last projection."""
         return [self.qkv, self.core], [self.out]

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, curren
 from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, torchs_choice, uncompiled
 from megazero.layers.recompute import Tape
 from megazero.layers.saved_tensors import refuse_second_derivative
-from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
+from megazero.layers.token_layout import EVERY_HEAD, HeadGroup, Tile
 from megazero.registry import added
 
 _aten = torch.ops.aten
@@ -156,7 +156,7 @@ class _TapedAttention(torch.autograd.Function):
 class TileKernel:
     """Attention within one tile, with torch's kernels."""
 
-    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:  # noqa: ARG002
+    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadGroup]]:  # noqa: ARG002
         """Split a tile into kernel calls.  Return the sub-tile and the heads of each call."""
         return [(tile, EVERY_HEAD)]
 
@@ -254,7 +254,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
 
 
 class Sight(NamedTuple):
-    """Which keys each row of a piece sees, in flash attention's convention: the last query row is aligned with the last
+    """Which keys each row of a segment sees, in flash attention's convention: the last query row is aligned with the last
     key.
 
     Args:
@@ -268,13 +268,13 @@ class Sight(NamedTuple):
 EVERY_KEY, CAUSAL = Sight(-1, -1), Sight(-1, 0)
 
 
-class Pieces(NamedTuple):
-    """Pieces of queries, each with its own keys.  No piece is empty.
+class Segments(NamedTuple):
+    """Segments of queries, packed one after the other, each with its own keys.  No segment is empty.
 
     Args:
-        q_ends, k_ends: int32 [pieces + 1], cumulative lengths of the pieces, beginning with 0.
-        most_queries, most_keys: length of the longest piece.
-        sight: which of its keys each row of a piece sees.
+        q_ends, k_ends: int32 [segments + 1], cumulative lengths of the segments, beginning with 0.
+        most_queries, most_keys: length of the longest segment.
+        sight: which of its keys each row of a segment sees.
     """
 
     q_ends: Tensor
@@ -284,42 +284,42 @@ class Pieces(NamedTuple):
     sight: Sight
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """Attend within pieces that lie one after the other in memory.
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Attend within segments that lie one after the other in memory.
 
     Args:
         q: [rows, heads, size], in 16 bits.
         k, v: [rows of keys, kv heads, size].
-        pieces: which rows form a piece, and which keys its queries see.
+        segments: which rows form a segment, and which keys its queries see.
 
     Returns:
         out with the shape of q, and lse in fp32, [heads, rows of q].
     """
     if q.is_cuda:
         activate_newest_flash_attention(q.device)
-    lengths, window = _given(pieces)
+    lengths, window = _given(segments)
     out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False, **window)
     return out, lse
 
 
 def varlen_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute these pieces' contribution to the gradients of q, k and v.
+    """Compute these segments' contribution to the gradients of q, k and v.
 
     Args:
         grad, out, lse: for attention over all keys that the queries see.
-        q, k, v, pieces: as in `varlen_forward`.
+        q, k, v, segments: as in `varlen_forward`.
     """
-    lengths, window = _given(pieces)
+    lengths, window = _given(segments)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # not used
     dq, dk, dv = _aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, *random, **window)
     return dq, dk, dv
 
 
-def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
+def _given(segments: Segments) -> tuple[tuple[Any, ...], dict[str, int]]:
     """Build the arguments of flash attention's operators: lengths, dropout, is causal; and the window, if there is one."""
-    *lengths, sight = pieces
+    *lengths, sight = segments
     window = {"window_size_left": sight.before, "window_size_right": sight.after}
     return (*lengths, 0.0, sight == CAUSAL), {} if sight in (EVERY_KEY, CAUSAL) else window
 
@@ -352,7 +352,7 @@ def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 def takes_cudnn(q: Tensor, k: Tensor, *, causal: bool = True) -> bool:
     """Whether torch chooses cuDNN's kernel.
 
-    For pieces of equal length on an H100 it is nearly twice as fast as FlashAttention 2.
+    For segments of equal length on an H100 it is nearly twice as fast as FlashAttention 2.
     """
     return q.is_cuda and torchs_choice(q, k, k, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
 

@@ -16,13 +16,13 @@ rank's own queries for its own keys are never sent.  Every message overlaps with
     backward of rank 0 of 2     own keys, some heads | keys of rank 1 | own keys, other heads
     on the link                 keys ->              |                | <- their gradients
 
-If Ulysses ranks can communicate while they compute, heads are exchanged and used in pieces:
+If Ulysses ranks can communicate while they compute, heads are exchanged and used in groups:
 
     link          k v q0 | q1 | q2 | q3 |      | out0 | out1 | out2 | out3
     computing            | q0   | q1   | q2   | q3   |
 
-So attention waits only for the first piece, and the consumer of its output only for the last.  Keys and values travel
-with the first piece that reads them.  The backward does the same with gradients.
+So attention waits only for the first group, and the consumer of its output only for the last.  Keys and values travel
+with the first group that reads them.  The backward does the same with gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megazero.layers.recompute import WHOLE, Tape
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.sequence_shard import SequenceShard, whole_samples
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
-from megazero.layers.token_layout import HeadPiece, head_pieces
+from megazero.layers.token_layout import HeadGroup, head_groups
 from megazero.parallel_state import Axis
 
 #: Of a call: the index of its keys, and their gradients: those of keys and those of values.
@@ -121,7 +121,7 @@ class Ring:
             of_keys: from `key_gradients`.
         """
         here, dq = self.axis.index, _Sum(q)
-        own = head_pieces(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
+        own = head_groups(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
 
         def gradients(call: Call, heads: slice, *given: Tensor) -> list[Tensor]:
             """Return the gradients of a call's keys and values.  Add those of its queries to `dq`, so that they are
@@ -131,7 +131,7 @@ class Ring:
             dq.add(call.queries, of_queries, heads)
             return others
 
-        def use_own_keys(heads: HeadPiece) -> None:
+        def use_own_keys(heads: HeadGroup) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
             for call in self._calls(shard, here, its_q, its_k):
@@ -283,8 +283,8 @@ _MISSING_SHARD = (
     "a micro-batch without `shard`, but parallel.cp splits samples or data.document_mask separates documents; "
     "make one with BatchSlice.sequence_shard, and cut tokens and labels with `shard.cut`"
 )
-_MOST_PIECES = 4  # attention waits for the first 1/4 of the exchange
-_LEAST_CUDA_ROWS = 1 << 15  # minimum rows of queries in a piece: 256 flash-attention blocks fill all multiprocessors
+_MOST_GROUPS = 4  # attention waits for the first 1/4 of the exchange
+_LEAST_CUDA_ROWS = 1 << 15  # minimum rows of queries in a group: 256 flash-attention blocks fill all multiprocessors
 
 
 class ContextAttention:
@@ -304,10 +304,10 @@ class ContextAttention:
     ) -> None:
         ulysses, ring = axes
         self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, tile_kernel(on_cpu=not on_cuda))
-        # Each ring message carries one piece, so all ranks of a ring must cut the same pieces.  Their Ulysses groups
-        # differ.
+        # Each ring message carries one group of heads, so all ranks of a ring must form the same groups.  Their Ulysses
+        # axes differ.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
-        self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
+        self._most_groups, self._least_rows = 1 if waits else _MOST_GROUPS, _LEAST_CUDA_ROWS if on_cuda else 1
 
     def without_window(self) -> ContextAttention:
         """Return the same attention without a window, for layers that see their whole document."""
@@ -356,13 +356,13 @@ class ContextAttention:
         out: Tensor = _Attention.apply(q, k, v, self, shard, tape)
         return out
 
-    def pieces(self, q: Tensor, k: Tensor) -> list[HeadPiece]:
-        """Return the pieces in which this rank's heads are exchanged and used.  q, k: as in `attend`."""
+    def head_groups(self, q: Tensor, k: Tensor) -> list[HeadGroup]:
+        """Return the groups in which this rank's heads are exchanged and used.  q, k: as in `attend`."""
         heads, kv_heads = q.shape[1] // self.ulysses.size, k.shape[1] // self.ulysses.size
         rows = q.shape[0] * q.shape[1] * q.shape[2]
-        most = max(1, min(self._most_pieces, rows // self._least_rows))
-        # In a ring, each of several pieces with the same keys would send these keys round again.
-        return head_pieces(heads, kv_heads, most, shares_keys=self.ring.axis.size == 1)
+        most = max(1, min(self._most_groups, rows // self._least_rows))
+        # In a ring, each of several groups with the same keys would send these keys round again.
+        return head_groups(heads, kv_heads, most, shares_keys=self.ring.axis.size == 1)
 
 
 class KernelWindow(CausalAttention):
@@ -380,36 +380,36 @@ class KernelWindow(CausalAttention):
         return self._recorded.attend(q, k, v, whole_samples(q.shape[2], 1, 0, 1, 0, q.device), tape=tape)
 
 
-class _Piece(NamedTuple):
+class _ArrivingHeads(NamedTuple):
     """A group of heads in transit to the rank that computes their attention.
 
     Args:
-        heads: the heads of this piece.
+        heads: the heads of this group.
         q: its queries.
-        keys: keys and values of this piece and of the following pieces that share them; None if it shares those of an
-            earlier piece.
+        keys: keys and values of this group and of the following groups that share them; None if it shares those of an
+            earlier group.
         pending: must be waited for before these tensors are used.
     """
 
-    heads: HeadPiece
+    heads: HeadGroup
     q: Tensor
     keys: tuple[Tensor, Tensor] | None
     pending: list[Pending]
 
 
-def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses: Axis) -> Iterator[_Piece]:
-    """Start the exchange of all pieces in order, and yield each piece when it has arrived."""
+def _exchanged(groups: list[HeadGroup], q: Tensor, k: Tensor, v: Tensor, ulysses: Axis) -> Iterator[_ArrivingHeads]:
+    """Start the exchange of all groups in order, and yield each group when it has arrived."""
     under_way = []
-    for number, heads in enumerate(pieces):
-        new = number == 0 or pieces[number - 1].keys != heads.keys
+    for number, heads in enumerate(groups):
+        new = number == 0 or groups[number - 1].keys != heads.keys
         given = [(k, heads.keys), (v, heads.keys), (q, heads.queries)] if new else [(q, heads.queries)]
         started = [start_heads_for_sequence(x, ulysses, chosen) for x, chosen in given]
         tensors = [tensor for tensor, _ in started]
         keys = (tensors[0], tensors[1]) if new else None
-        under_way.append(_Piece(heads, tensors[-1], keys, [pending for _, pending in started]))
-    for piece in under_way:
-        wait_all(piece.pending)
-        yield piece
+        under_way.append(_ArrivingHeads(heads, tensors[-1], keys, [pending for _, pending in started]))
+    for arriving in under_way:
+        wait_all(arriving.pending)
+        yield arriving
 
 
 class _Attention(torch.autograd.Function):
@@ -419,16 +419,16 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, shard: SequenceShard, tape: Tape | None
     ) -> Tensor:
-        ulysses, pieces = attention.ulysses, attention.pieces(q, k)
+        ulysses, groups = attention.ulysses, attention.head_groups(q, k)
         results, saved, keys = SequenceForHeads(ulysses, q.shape[1] // ulysses.size), list[Tensor](), (k, v)
-        for piece in _exchanged(pieces, q, k, v, ulysses):
-            keys = piece.keys or keys
-            compute = partial(attention.ring.forward, piece.q, *keys, shard)
+        for arrived in _exchanged(groups, q, k, v, ulysses):
+            keys = arrived.keys or keys
+            compute = partial(attention.ring.forward, arrived.q, *keys, shard)
             out, lse = compute() if tape is None else tape.through(compute)
-            saved += (*(piece.keys or ()), piece.q, out, lse)
-            results.start(out, piece.heads.queries)
+            saved += (*(arrived.keys or ()), arrived.q, out, lse)
+            results.start(out, arrived.heads.queries)
         ctx.save_for_backward(*saved)
-        ctx.attention, ctx.shard, ctx.pieces, ctx.kv_heads = attention, shard, pieces, k.shape[1] // ulysses.size
+        ctx.attention, ctx.shard, ctx.groups, ctx.kv_heads = attention, shard, groups, k.shape[1] // ulysses.size
         return results.result().detach()  # autograd attaches the graph to this tensor; the tape's tensor has no graph
 
     @staticmethod
@@ -437,7 +437,7 @@ class _Attention(torch.autograd.Function):
         ulysses, ring, kv_heads, shard = ctx.attention.ulysses, ctx.attention.ring, ctx.kv_heads, ctx.shard
         saved = deque(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # free each after its use, before all gradients have arrived
-        grads = deque(start_heads_for_sequence(grad, ulysses, piece.queries) for piece in ctx.pieces)
+        grads = deque(start_heads_for_sequence(grad, ulysses, group.queries) for group in ctx.groups)
         dq = SequenceForHeads(ulysses, grad.shape[1] // ulysses.size)
         dk, dv = SequenceForHeads(ulysses, kv_heads), SequenceForHeads(ulysses, kv_heads)
 
@@ -447,14 +447,14 @@ class _Attention(torch.autograd.Function):
             q, out, lse = saved.popleft(), saved.popleft(), saved.popleft()
             return ring.backward(its_grad, q, k, v, out, lse, shard, of_keys)
 
-        def use_all(keys: slice, sharing: Iterable[HeadPiece]) -> None:
+        def use_all(keys: slice, sharing: Iterable[HeadGroup]) -> None:
             k, v = saved.popleft(), saved.popleft()
             of_keys = ring.key_gradients(k, v)
-            for piece in sharing:
-                dq.start(of_queries(k, v, of_keys), piece.queries)
+            for group in sharing:
+                dq.start(of_queries(k, v, of_keys), group.queries)
             for result, total in zip((dk, dv), of_keys.total(), strict=True):
                 result.start(total, keys)
 
-        for keys, sharing in groupby(ctx.pieces, lambda piece: piece.keys):
+        for keys, sharing in groupby(ctx.groups, lambda group: group.keys):
             use_all(keys, sharing)
         return dq.result(), dk.result(), dv.result(), None, None, None

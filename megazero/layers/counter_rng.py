@@ -125,12 +125,12 @@ class Dropout(nn.Module):
         p: in [0, 1).
         key: from `dropout_key`.
         seq_len: tokens of a whole sample.
-        seq_part: index of the part of the layout's rows that this rank holds (0 without sequence parallelism).
+        seq_shard: index of the part of the layout's rows that this rank holds (0 without sequence parallelism).
     """
 
-    def __init__(self, p: float, key: Tensor, seq_len: int, seq_part: int = 0) -> None:
+    def __init__(self, p: float, key: Tensor, seq_len: int, seq_shard: int = 0) -> None:
         super().__init__()
-        self.p, self.key, self.seq_len, self.seq_part, self.remakes_mask = p, key, seq_len, seq_part, False
+        self.p, self.key, self.seq_len, self.seq_shard, self.remakes_mask = p, key, seq_len, seq_shard, False
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """Drop elements of x, [seq, batch, hidden], unchanged in shape.  `layout`: says which tokens x holds."""
@@ -144,7 +144,7 @@ class Dropout(nn.Module):
     def _mask(self, shape: torch.Size, layout: TokenLayout) -> Tensor:
         seq, _, hidden = shape
         ids = layout.sample_ids
-        first = self.seq_part * seq
+        first = self.seq_shard * seq
         if layout.shard is None:
             place = (torch.arange(seq, device=ids.device) + first).unsqueeze(1)
         else:

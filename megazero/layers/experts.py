@@ -40,7 +40,7 @@ _ALIGNED = 16  # bytes: torch's grouped kernel needs rows that begin at multiple
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class RowGroups:
     """Rows sorted by expert: consecutive rows belong to the same expert.
 
     Args:
@@ -65,8 +65,8 @@ class Groups:
         """Multiply each row of x by the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
         if has_kernel(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=self.ends)
-        parts = zip(x.split(self.sizes), weights, strict=True)
-        return torch.cat([product_t(rows, weight) for rows, weight in parts])
+        of_experts = zip(x.split(self.sizes), weights, strict=True)
+        return torch.cat([product_t(rows, weight) for rows, weight in of_experts])
 
     def sum_products(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute a.T @ b over the rows of each expert.  [rows, m], [rows, n] -> [experts, m, n]."""
@@ -101,7 +101,7 @@ def has_kernel(*factors: Tensor) -> bool:
 class Stay:
     """No exchange of rows: all experts are on this rank.  `groups`: the rows of each expert."""
 
-    groups: Groups
+    groups: RowGroups
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Return the rows unchanged."""
@@ -114,7 +114,7 @@ class Stay:
 class Travel:
     """Exchange of rows with the ranks of their experts, and back.
 
-        rows of this rank's tokens      | for rank 0 | for rank 1 |          each part sorted by expert
+        rows of this rank's tokens      | for rank 0 | for rank 1 |          each sorted by expert
         exchanged, of its experts       | from rank 0  | from rank 1 |       likewise
         in `order`                      | expert 0 | expert 1 | expert 2 |   as grouped products take them
 
@@ -130,7 +130,7 @@ class Travel:
     receives: list[int]
     order: Tensor
     place: Tensor
-    groups: Groups
+    groups: RowGroups
 
     @staticmethod
     def of(counts: Tensor, rows: int, ep: Axis) -> Travel:
@@ -148,7 +148,7 @@ class Travel:
         sends, receives = both[: ep.size], both[ep.size :]
         expert = torch.arange(arriving.shape[1], device=counts.device).repeat(ep.size)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
-        return Travel(ep, sends, receives, order, _inverse(order), Groups(arriving.sum(0), sum(receives)))
+        return Travel(ep, sends, receives, order, _inverse(order), RowGroups(arriving.sum(0), sum(receives)))
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Send the rows to the ranks of their experts.  [rows of this rank's tokens, ...] -> [rows of its experts,
@@ -221,7 +221,7 @@ class Routing:
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-        travel = Stay(Groups(counts, len(flat))) if ep.size == 1 else Travel.of(counts, len(flat), ep)
+        travel = Stay(RowGroups(counts, len(flat))) if ep.size == 1 else Travel.of(counts, len(flat), ep)
         return Routing(experts, order, _inverse(order), counts, travel)
 
     @cached_property
@@ -300,8 +300,8 @@ class ExpertProduct:
     factors; subclasses may round them.
     """
 
-    def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """See `Groups.times`.  The backward multiplies by the transposed matrices."""
+    def times(self, x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """See `RowGroups.times`.  The backward multiplies by the transposed matrices."""
         return groups.times(x, weights)
 
 
@@ -310,18 +310,18 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, wgrad_queue: WeightGradQueue | None, product: ExpertProduct
+        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, queue: WeightGradQueue | None, product: ExpertProduct
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.wgrad_queue, ctx.product = groups, wgrad_queue, product
-        ctx.parameter = None if wgrad_queue is None else weight
+        ctx.groups, ctx.wgrad_queue, ctx.product = groups, queue, product
+        ctx.parameter = None if queue is None else weight
         return product.times(x, _stack(weight, groups), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an expert")
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
-        groups: Groups = ctx.groups
+        groups: RowGroups = ctx.groups
         grad = grad.contiguous()
         grad_x = ctx.product.times(grad, _stack(weight, groups).transpose(1, 2), groups)
         if ctx.wgrad_queue is None:
@@ -329,7 +329,7 @@ class _GroupedProduct(torch.autograd.Function):
         return grad_x, ctx.wgrad_queue.take_stacked(ctx.parameter, grad, x, groups), None, None, None
 
 
-def _stack(weight: Tensor, groups: Groups) -> Tensor:
+def _stack(weight: Tensor, groups: RowGroups) -> Tensor:
     return weight.unflatten(0, (len(groups.counts), -1))
 
 
@@ -597,7 +597,7 @@ class MixtureOfExperts(nn.Module):
         rows = self.activation(self.up(self.dispatch(x, routing), routing))
         return self.combine(self.down(rows, routing), gates, routing).view_as(x)
 
-    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def body_and_projection(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules that recomputation may run again.
 
         They exclude the router, because its choice must not change, and the last sum.
@@ -615,6 +615,6 @@ class WithSharedExperts(MixtureOfExperts):
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return super().forward(x, layout) + self.shared(x)
 
-    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        (routed, _), (shared, _) = super().parts(), self.shared.parts()
+    def body_and_projection(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        (routed, _), (shared, _) = super().body_and_projection(), self.shared.body_and_projection()
         return [*routed, *shared], []

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce
-from megazero.layers.experts import ExpertLinear, ExpertProduct, Groups
+from megazero.layers.experts import ExpertLinear, ExpertProduct, RowGroups
 from megazero.layers.fp8_sizes import BLOCK, wrong_size
 from megazero.layers.linear import ColumnParallelLinear, Product, RowParallelLinear, product_t
 from megazero.layers.recompute import WHOLE
@@ -63,7 +63,7 @@ class Quantised(NamedTuple):
 Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
 
 #: The same of rows a and each expert's own b: [experts, n, k].
-MultiplyGroups: TypeAlias = Callable[[Quantised, Quantised, torch.dtype, Groups], Tensor]
+MultiplyGroups: TypeAlias = Callable[[Quantised, Quantised, torch.dtype, RowGroups], Tensor]
 
 
 class Kernels(NamedTuple):
@@ -132,14 +132,14 @@ def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
 
 
-def scaled_grouped_mm(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
+def scaled_grouped_mm(a: Quantised, b: Quantised, dtype: torch.dtype, groups: RowGroups) -> Tensor:
     """Multiply each row of a by its expert's matrix with torch's grouped fp8 kernel, which takes one scale per row."""
     scales = a.scales.squeeze(-1), b.scales.squeeze(-1)
     matrices = b.values.transpose(1, 2)
     return torch._scaled_grouped_mm(a.values, matrices, *scales, offs=groups.ends, out_dtype=dtype, use_fast_accum=True)
 
 
-def emulated_groups(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
+def emulated_groups(a: Quantised, b: Quantised, dtype: torch.dtype, groups: RowGroups) -> Tensor:
     """Multiply each row of a by its expert's matrix in `dtype`, from the quantised elements."""
     block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
     return groups.times(dequantise(a, block, dtype), dequantise(b, block, dtype))
@@ -216,7 +216,7 @@ class Fp8ExpertProduct(ExpertProduct):
         self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a whole row
         self._multiply = multiply_groups
 
-    def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def times(self, x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         block, of_weights = self._block or x.shape[-1], quantise_squares if self._block else quantise_alone
         return self._multiply(quantise_alone(x, block), of_weights(weights, block), x.dtype, groups)
 
@@ -239,28 +239,28 @@ def use_fp8(block: nn.Module, scaling: Scaling, kernels: Kernels) -> None:
 
     Raises: ConfigError: the block has no linear layer, or a layer with an unsupported size.
     """
-    for experts in (part for part in block.modules() if isinstance(part, ExpertLinear)):
+    for experts in (module for module in block.modules() if isinstance(module, ExpertLinear)):
         spec = experts.specs["weight"]
         _check_sizes(spec, [spec.names.rows[0].rows], spec.shape[1], 1, scaling)
         experts.product = Fp8ExpertProduct(scaling, kernels.multiply_groups)
-    layers = [part for part in block.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
+    layers = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
     if not layers:
         rule = f"must be none: no linear layer of a {type(block).__name__} is one of this package's"
         raise ConfigError([Problem("precision.fp8", scaling, rule, "build them with `BuildContext.column` and `row`")])
     for number, layer in enumerate(layers):
         spec = layer.specs["weight"]
-        sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
-        _check_sizes(spec, sections, spec.shape[1 if spec.split == 0 else 0], layer.tp.size, scaling)
+        sizes = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
+        _check_sizes(spec, sizes, spec.shape[1 if spec.split == 0 else 0], layer.tp.size, scaling)
         axes = FeatureAxes(of_y=layer.tp) if isinstance(layer, ColumnParallelLinear) else FeatureAxes(of_x=layer.tp)
         layer.product = Fp8Product(scaling, kernels.multiply, axes, str(number))
         layer.specs["weight"] = replace(spec, in_fp8_squares=scaling == "blockwise")
 
 
-def _check_sizes(spec: ParamSpec, sections: Sequence[int], other: int, tp: int, scaling: Scaling) -> None:
+def _check_sizes(spec: ParamSpec, sizes: Sequence[int], other: int, tp: int, scaling: Scaling) -> None:
     """Check the sizes of a matrix; see `wrong_size`.  Raises: ConfigError: no kernel supports them, or tp would cut
     within a block.
     """
-    if wrong := wrong_size(sections, other, tp, scaling):
+    if wrong := wrong_size(sizes, other, tp, scaling):
         size, step = wrong
         rule = f"needs multiples of {step} features where parallel.tp={tp}, and {spec.name} has {size}"
         raise ConfigError([Problem("precision.fp8", scaling, rule, 'take other sizes, or write "none"')])

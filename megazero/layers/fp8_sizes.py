@@ -10,14 +10,14 @@ BLOCK = 128
 MULTIPLE = 16
 
 
-def wrong_size(sections: Sequence[int], other: int, tp: int, scaling: str) -> tuple[int, int] | None:
+def wrong_size(sizes: Sequence[int], other: int, tp: int, scaling: str) -> tuple[int, int] | None:
     """Return the first unsupported size of a matrix, and the number that it must be a multiple of.
 
     Args:
-        sections: sizes along the dimension that tp splits, over all ranks; one for each matrix that is fused into this
+        sizes: sizes along the dimension that tp splits, over all ranks; one for each matrix that is fused into this
             one.
         other: size of the other dimension.
     """
     between_blocks = scaling == "blockwise" and tp > 1
-    cut = [(size, BLOCK * tp) for size in sections] if between_blocks else [(sum(sections), MULTIPLE * tp)]
+    cut = [(size, BLOCK * tp) for size in sizes] if between_blocks else [(sum(sizes), MULTIPLE * tp)]
     return next(((size, step) for size, step in [*cut, (other, MULTIPLE)] if size % step), None)

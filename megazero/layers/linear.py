@@ -37,7 +37,7 @@ from megazero.parallel_state import Axis
 from megazero.registry import added
 
 if TYPE_CHECKING:
-    from megazero.layers.experts import Groups
+    from megazero.layers.experts import RowGroups
 
 
 @cache
@@ -135,7 +135,7 @@ class GradientAccumulator(Protocol):
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add one micro-batch's gradient, a sum of a.T @ b; one part of the weight at a time if `factors` is a list."""
 
-    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> None:
         """Add one micro-batch's gradient of the stacked expert matrices: a.T @ b over the rows of each expert."""
 
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
@@ -204,7 +204,7 @@ class WeightGradQueue:
 
         self._passes[-1].append(start)
 
-    def take_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> Tensor | None:
+    def take_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor | None:
         """Add the gradient of expert matrices, at once or later; see `GradientAccumulator.add_stacked`."""
         if self.defers:
             self._passes[-1].append(lambda: lambda accumulator: accumulator.add_stacked(weight, a, b, groups))

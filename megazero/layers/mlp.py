@@ -80,7 +80,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
 
-    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def body_and_projection(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the modules before the last projection, and the last projection."""
         return [self.up, self.activation], [self.down]
 

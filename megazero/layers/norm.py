@@ -21,7 +21,7 @@ from megazero.parallel_state import Axis
 _WHOLE = Axis("tp")
 
 
-class _NormedParts(torch.autograd.Function):
+class _SplitRMSNorm(torch.autograd.Function):
     """RMSNorm of each part of x, computed in fp32 and rounded once; see `rms_norm`.
 
     With r = 1 / rms(x), n the size of the last dimension, and sums over that dimension, for each token
@@ -105,7 +105,7 @@ def rms_norm(
         weights = weight.split([part.shape[-1] for part in parts])
         normed = [F.rms_norm(part, w.shape, w, eps) for part, w in zip(parts, weights, strict=True)]
         return (normed[0] if len(normed) == 1 else torch.cat(normed, dim)).to(x.dtype)
-    result: Tensor = _NormedParts.apply(x, weight, eps, sizes, dim, tp)
+    result: Tensor = _SplitRMSNorm.apply(x, weight, eps, sizes, dim, tp)
     return result
 
 

@@ -9,7 +9,7 @@ as rows of logical tensors under their Hugging Face names.  If TP splits dimensi
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
-EP does not split the matrices of an expert.  It gives each rank all sections of some experts: gate | up of experts 0
+EP does not split the matrices of an expert.  It gives each rank all rows of some experts: gate | up of experts 0
 and 1 to one rank, of 2 and 3 to another.
 
 Random numbers are keyed by the position in the logical tensor, so neither fusing nor splitting changes the initial
@@ -36,7 +36,7 @@ _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which
 class Initializer:
     """Initial values: "normal" with standard deviation `std`, "zeros" or "ones"."""
 
-    kind: Literal["normal", "zeros", "ones"] = "normal"
+    method: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
 
 
@@ -62,9 +62,9 @@ class NamedRows:
 
 
 class LocalRows(NamedTuple):
-    """Rows [start, stop) of a section that one rank holds, beginning at row `first` of its local tensor."""
+    """The rows [start, stop) of `named` that one rank holds, beginning at row `first` of its local tensor."""
 
-    section: NamedRows
+    named: NamedRows
     first: int
     start: int
     stop: int
@@ -75,7 +75,7 @@ class StoredNames:
     """How a checkpoint stores a parameter.
 
     Args:
-        rows: the logical tensors, or parts of them, that are stacked along dimension 0.
+        rows: the logical tensors, or rows of them, that are stacked along dimension 0.
         transposed: logical tensors are stored with their dimensions reversed: [in, out] (GPT-2's Conv1D).
     """
 
@@ -133,13 +133,13 @@ class ParamSpec:
         names: the logical tensors that its rows belong to.
         shape: shape over all ranks, with any number of dimensions.
         placement: how each dimension is split.  At most one dimension is split: any by "tp", or the first by "ep", which
-            distributes whole sections over its ranks.
+            distributes whole named rows over its ranks.
         init: its initial values.
         sum_over_tp: it is replicated over TP, and each rank's gradient covers only part of the sequence.
         tied: it is the embedding that the first and last pipeline stages share.
         decay: weight decay applies.
-        matrix: it maps features to features within a block; a matrix optimizer updates it as a whole, section by
-            section.
+        matrix: it maps features to features within a block; a matrix optimizer updates each of its logical tensors as a
+            whole.
         buffer: it has no gradient, its layer changes it, and every rank holds it whole and in fp32.
         in_fp8_squares: products round it to fp8 in squares of 128 x 128, so it may be gathered in fp8.
 
@@ -182,11 +182,11 @@ class ParamSpec:
 
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Compute the shape of one rank's tensor."""
-        rows = sum(self._local_rows(section, size) for section in self._sections(0, size))
+        rows = sum(self._row_count(named, size) for named in self._named_rows(0, size))
         return (rows, *self._local_row(size)) if self.shape else ()
 
-    def _sections(self, index: int, size: int) -> tuple[NamedRows, ...]:
-        """Return the sections of which this rank holds rows."""
+    def _named_rows(self, index: int, size: int) -> tuple[NamedRows, ...]:
+        """Return the named rows that this rank holds, or holds a shard of."""
         if not self.of_experts:
             return self.names.rows
         each, surplus = divmod(len(self.names.rows), size)
@@ -194,8 +194,8 @@ class ParamSpec:
             raise ValueError(f"{self.name}: {len(self.names.rows)} matrices of experts must be divisible by ep={size}")
         return self.names.rows[index * each : (index + 1) * each]
 
-    def _local_rows(self, section: NamedRows, size: int) -> int:
-        return -(-section.rows // size) if self.placement[:1] == ("tp",) else section.rows
+    def _row_count(self, named: NamedRows, size: int) -> int:
+        return -(-named.rows // size) if self.placement[:1] == ("tp",) else named.rows
 
     def _local_row(self, size: int) -> tuple[int, ...]:
         """Compute the shape of one row of a rank's tensor."""
@@ -214,20 +214,20 @@ class ParamSpec:
             yield Region(self.name, 0, (), (), (), transposed=False)
             return
         row = self._local_row(size)
-        corner = tuple(part * index * (dim == self.split) for dim, part in enumerate(row, 1))
-        for section, first, low, high in self.local_sections(index, size):
+        corner = tuple(extent * index * (dim == self.split) for dim, extent in enumerate(row, 1))
+        for named, first, low, high in self.local_rows(index, size):
             if high > low:
-                whole = (section.logical_rows or section.rows, *self.shape[1:])
-                place = (section.offset + low, *corner), (high - low, *row)
-                yield Region(section.name, first * prod(row), *place, whole, self.names.transposed)
+                whole = (named.logical_rows or named.rows, *self.shape[1:])
+                place = (named.offset + low, *corner), (high - low, *row)
+                yield Region(named.name, first * prod(row), *place, whole, self.names.transposed)
 
-    def local_sections(self, index: int, size: int) -> Iterator[LocalRows]:
-        """Yield the rows that one rank's tensor holds of each of its sections, without padding."""
+    def local_rows(self, index: int, size: int) -> Iterator[LocalRows]:
+        """Yield the rows that one rank's tensor holds of each logical tensor, without padding."""
         first = 0
-        for section in self._sections(index, size):
-            rows = self._local_rows(section, size)
-            low = min(rows * index, section.rows) if self.placement[:1] == ("tp",) else 0
-            yield LocalRows(section, first, low, min(low + rows, section.rows))
+        for named in self._named_rows(index, size):
+            rows = self._row_count(named, size)
+            low = min(rows * index, named.rows) if self.placement[:1] == ("tp",) else 0
+            yield LocalRows(named, first, low, min(low + rows, named.rows))
             first += rows
 
     def init_weights(self, out: Tensor, start: int, index: int, size: int, seed: int) -> None:
@@ -244,8 +244,8 @@ class ParamSpec:
 
     def _draw_region(self, out: Tensor, at: int, region: Region, seed: int) -> None:
         """Fill `out` with the initial values of a region, starting at the region's element `at`."""
-        if self.init.kind != "normal":
-            out.fill_(1.0 if self.init.kind == "ones" else 0.0)
+        if self.init.method != "normal":
+            out.fill_(1.0 if self.init.method == "ones" else 0.0)
             return
         rest = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
         index = torch.zeros_like(rest)
@@ -272,7 +272,7 @@ def rows_spec(
     """Build the spec of a matrix of named rows, or of a vector if `columns` is None.  `split`: the dimension that TP
     splits.
     """
-    shape = (sum(section.rows for section in rows), *(() if columns is None else (columns,)))
+    shape = (sum(named.rows for named in rows), *(() if columns is None else (columns,)))
     placement: tuple[Placement, ...] = tuple("tp" if dim == split else None for dim in range(len(shape)))
     return ParamSpec(StoredNames(rows, transposed), shape, placement, init, sum_over_tp, tied, decay, matrix)
 
@@ -281,9 +281,9 @@ def expert_spec(experts: Sequence[tuple[NamedRows, ...]], columns: int, init: In
     """Build the spec of the stacked matrices of a layer's experts, [all rows, columns].  Each has named rows (gate |
     up).
     """
-    sections = tuple(section for expert in experts for section in expert)
-    shape = sum(section.rows for section in sections), columns
-    return ParamSpec(StoredNames(sections), shape, ("ep", None), init, matrix=True)
+    rows = tuple(named for expert in experts for named in expert)
+    shape = sum(named.rows for named in rows), columns
+    return ParamSpec(StoredNames(rows), shape, ("ep", None), init, matrix=True)
 
 
 def vector_spec(name: str, size: int, init: Initializer, *, sum_over_tp: bool = False) -> ParamSpec:

@@ -4,14 +4,14 @@
     packed queries      [ 0 1 2 3 | 4 5 6 7 8 9 ]      ends 0 4 10
     packed keys         [ 0 1 2 3 | 6 7 ]              ends 0 4 6
 
-Tiles are packed into one call if the kernel accepts pieces of any length (`packs_tiles`).  Causal tiles, full tiles,
+Tiles are packed into one call if the kernel accepts segments of any length (`packs_tiles`).  Causal tiles, full tiles,
 and tiles that a sliding window cuts at different distances go into separate calls.  No row occurs twice in a call, so
 results and gradients can be added by index.
 
     a long document     rows 0 ... 3000 | the 71 rows behind them, whatever they are
     its own call        3072 rows, causal
 
-cuDNN's kernel is faster than the packed kernel, but it accepts only pieces of equal length and compiles once per
+cuDNN's kernel is faster than the packed kernel, but it accepts only segments of equal length and compiles once per
 length. So a long document goes to cuDNN with some extra rows, up to one of a few lengths.  No row of the document sees
 the extra rows, and their gradients are zero, so they add nothing.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from megazero.layers.attention_kernels import (
     CAUSAL,
     EVERY_KEY,
-    Pieces,
+    Segments,
     Sight,
     TileKernel,
     packs_tiles,
@@ -39,7 +39,7 @@ from megazero.layers.attention_kernels import (
     varlen_forward,
 )
 from megazero.layers.sequence_shard import SequenceShard, copied_to
-from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tiles_of
+from megazero.layers.token_layout import EVERY_HEAD, HeadGroup, Ints, Tile, tiles_of
 
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # index into [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
@@ -81,13 +81,13 @@ def calls(
 
 @dataclass(frozen=True, eq=False)
 class OneTile:
-    """One tile of some samples and heads, for a kernel that takes pieces of one length."""
+    """One tile of some samples and heads, for a kernel that takes segments of one length."""
 
     samples: slice
     tile: Tile
     window: int | None
     kernel: TileKernel = _TORCHS
-    heads: HeadPiece = EVERY_HEAD
+    heads: HeadGroup = EVERY_HEAD
 
     @property
     def queries(self) -> Rows:
@@ -116,16 +116,16 @@ class OneTile:
 
 @dataclass(frozen=True, eq=False)
 class PackedTiles:
-    """Tiles of any samples in one call of a kernel that takes pieces of any length.
+    """Tiles of any samples in one call of a kernel that takes segments of any length.
 
     Args:
         queries, keys: the rows of all tiles, one tile after the other; `EVERYTHING` if these are all rows in order.
-        pieces: where each tile begins and ends among these rows.
+        segments: where each tile begins and ends among these rows.
     """
 
     queries: Rows
     keys: Rows
-    pieces: Pieces
+    segments: Segments
 
     @staticmethod
     def of(sample: Ints, table: Ints, shape: tuple[int, int], sight: Sight, device: torch.device) -> PackedTiles:
@@ -144,11 +144,11 @@ class PackedTiles:
         return PackedTiles(
             _rows(sample, q_start, q_size, shape, device),
             _rows(sample, k_start, k_size, shape, device),
-            Pieces(q_ends, k_ends, int(q_size.max()), int(k_size.max()), sight),
+            Segments(q_ends, k_ends, int(q_size.max()), int(k_size.max()), sight),
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = varlen_forward(_packed(q, self.queries), _packed(k, self.keys), _packed(v, self.keys), self.pieces)
+        out, lse = varlen_forward(_packed(q, self.queries), _packed(k, self.keys), _packed(v, self.keys), self.segments)
         return _unpacked(out, self.queries, q), _unpacked(lse.t(), self.queries, q)
 
     def backward(
@@ -156,7 +156,7 @@ class PackedTiles:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, packed_q, out, lse = (_packed(x, self.queries) for x in (grad, q, out, lse))
         packed_k, packed_v = (_packed(x, self.keys) for x in (k, v))
-        dq, dk, dv = varlen_backward(grad, packed_q, packed_k, packed_v, out, lse.t().contiguous(), self.pieces)
+        dq, dk, dv = varlen_backward(grad, packed_q, packed_k, packed_v, out, lse.t().contiguous(), self.segments)
         return _unpacked(dq, self.queries, q), _unpacked(dk, self.keys, k), _unpacked(dv, self.keys, k)
 
 
@@ -300,7 +300,7 @@ def _first_rows_apart(table: Ints, window: int | None) -> Ints:
     """Split off the rows that see every key of a tile, if the kernel would hide keys from them.
 
     The kernel is given how many keys before a row are seen, and "all" for the keys after it.  It replaces "all" by the
-    length of its longest piece of keys (set_params_fprop), which is too few for the first rows of a piece with more
+    length of its longest segment of keys (set_params_fprop), which is too few for the first rows of a segment with more
     queries than keys.
     """
     if window is None:

@@ -244,12 +244,12 @@ class _Boxes:
         if window is None:
             return trimmed
         blocks = np.where(trimmed._seen(window), 1, -(-trimmed.q_size // window))
-        part = np.repeat(np.arange(len(blocks)), blocks)
-        skipped = (np.arange(len(part)) - np.repeat(blocks.cumsum() - blocks, blocks)) * window
-        size = np.where(blocks[part] > 1, np.minimum(window, trimmed.q_size[part] - skipped), trimmed.q_size[part])
-        cut = (trimmed.q_row[part] + skipped, trimmed.q_first[part] + skipped, size)
+        box = np.repeat(np.arange(len(blocks)), blocks)
+        skipped = (np.arange(len(box)) - np.repeat(blocks.cumsum() - blocks, blocks)) * window
+        size = np.where(blocks[box] > 1, np.minimum(window, trimmed.q_size[box] - skipped), trimmed.q_size[box])
+        cut = (trimmed.q_row[box] + skipped, trimmed.q_first[box] + skipped, size)
         return _Boxes(
-            trimmed.document[part], *cut, trimmed.k_row[part], trimmed.k_first[part], trimmed.k_size[part]
+            trimmed.document[box], *cut, trimmed.k_row[box], trimmed.k_first[box], trimmed.k_size[box]
         ).trimmed(window)
 
     def trimmed(self, window: int | None) -> _Boxes:
@@ -315,20 +315,20 @@ def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> fl
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
 
 
-class HeadPiece(NamedTuple):
+class HeadGroup(NamedTuple):
     """Some query heads, and the heads of keys and values that they read."""
 
     queries: slice
     keys: slice
 
 
-EVERY_HEAD = HeadPiece(slice(None), slice(None))
+EVERY_HEAD = HeadGroup(slice(None), slice(None))
 
 
-def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
-    """Split all heads into at most `most` pieces of about the same size.
+def head_groups(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadGroup]:
+    """Split all heads into at most `most` groups of about the same size.
 
-        4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
+        4 heads of queries, 2 of keys, at most 4 groups:    query head 0 | 1 | 2 | 3    where groups may share keys
                                              key head   0 | 0 | 1 | 1
                                              query heads 0 1 | 2 3          where they may not
                                              key head      0 |   1
@@ -336,16 +336,16 @@ def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> l
     Args:
         heads, kv_heads: number of query heads and of kv heads; heads is a multiple of kv_heads.
         most: at least 1.
-        shares_keys: several pieces may read the same kv heads; such pieces follow one another.
+        shares_keys: several groups may read the same kv heads; such groups are adjacent.
     """
     each, found = heads // kv_heads, []
-    parts = min(kv_heads, most)
-    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a single key head
-    for start, stop in _ranges(kv_heads, parts):
+    key_groups = min(kv_heads, most)
+    cuts = max(1, min(each, most // key_groups)) if shares_keys else 1  # groups of the queries of a single key head
+    for start, stop in _ranges(kv_heads, key_groups):
         for first, last in _ranges((stop - start) * each, cuts):
-            found.append(HeadPiece(slice(start * each + first, start * each + last), slice(start, stop)))
+            found.append(HeadGroup(slice(start * each + first, start * each + last), slice(start, stop)))
     return found
 
 
-def _ranges(count: int, parts: int) -> list[tuple[int, int]]:
-    return list(pairwise(count * number // parts for number in range(parts + 1)))
+def _ranges(count: int, groups: int) -> list[tuple[int, int]]:
+    return list(pairwise(count * number // groups for number in range(groups + 1)))

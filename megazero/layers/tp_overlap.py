@@ -32,7 +32,7 @@ class Overlap(Protocol):
         """
 
 
-class Pieces:
+class Piecewise:
     """Overlaps the exchange with the product by cutting each rank's sequence shard into `count` pieces."""
 
     def __init__(self, count: int = 4) -> None:
@@ -69,7 +69,7 @@ def overlap_of(setting: str, tp: Axis, device: torch.device) -> Overlap:
     """Return the overlap that `parallel.tp_overlap` names; "symmetric" falls back to "pieces" if the ranks are not GPUs
     of one host.
     """
-    return Symmetric() if setting == "symmetric" and can_fuse(tp, device) else Pieces()
+    return Symmetric() if setting == "symmetric" and can_fuse(tp, device) else Piecewise()
 
 
 def hide_exchanges(module: nn.Module, overlap: Overlap) -> None:

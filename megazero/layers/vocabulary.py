@@ -134,10 +134,10 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec)
-        self.part = tp.index if spec.sum_over_tp else 0
+        self.seq_shard = tp.index if spec.sum_over_tp else 0
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        first = self.part * x.shape[0]
+        first = self.seq_shard * x.shape[0]
         if layout.shard is None:
             return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
         return x + F.embedding(layout.shard.positions[first : first + x.shape[0]], self.weight)
@@ -237,10 +237,10 @@ def statistics_by_blocks(
     logits: Tensor, local: Tensor, here: Tensor, *, nbytes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `statistics_of`, a block of tokens at a time."""
-    parts = [statistics_of(*block) for block in _blocks(nbytes, logits, local, here)]
-    if len(parts) == 1:
-        return parts[0]
-    peak, total, target = map(torch.cat, zip(*parts, strict=True))
+    found = [statistics_of(*block) for block in _blocks(nbytes, logits, local, here)]
+    if len(found) == 1:
+        return found[0]
+    peak, total, target = map(torch.cat, zip(*found, strict=True))
     return peak, total, target
 
 
@@ -285,17 +285,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         sums, label_logits, saved_logits = [], [], None
         chunks = head.logits.chunks(x, weight)
-        for part in chunks:
-            logits = head.logits.compute(x[part], weight)
-            peak, total, target = head.statistics_of(logits, local[part], here[part])
+        for chunk in chunks:
+            logits = head.logits.compute(x[chunk], weight)
+            peak, total, target = head.statistics_of(logits, local[chunk], here[chunk])
             log_sum, target = _over_vocabulary(peak, total, target, head.logits.tp)
-            loss += (log_sum - target).where(counted[part], 0.0).sum()
+            loss += (log_sum - target).where(counted[chunk], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
             if head.z_loss_coef:
-                head.z_sum += head.z_loss_coef * log_sum.square().where(counted[part], 0.0).sum().double()
-            if head.keeps_logits and len(chunks) == 1 and not (head.logits.cap and logits.dtype == torch.float32):
-                saved_logits = _kept_form(logits, peak, log_sum)
+                head.z_sum += head.z_loss_coef * log_sum.square().where(counted[chunk], 0.0).sum().double()
+            if head.saves_logits and len(chunks) == 1 and not (head.logits.cap and logits.dtype == torch.float32):
+                saved_logits = _saved_form(logits, peak, log_sum)
             del logits  # free them before the next chunk's logits
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
         ctx.head = head
@@ -309,7 +309,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
-        if len(ctx.head.logits.chunks(x, weight)) == 1:  # one pair of factors, which a weight in parts may use again
+        if len(ctx.head.logits.chunks(x, weight)) == 1:  # a weight in several buckets uses the pair more than once
             factors = list(factors)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
@@ -321,8 +321,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
-    """Return the form of the logits that is saved for the backward: fp32 logits become probabilities."""
+def _saved_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
+    """Convert logits to the form that is saved for the backward: fp32 logits become probabilities."""
     return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
 
 
@@ -334,18 +334,18 @@ def _grad_logits_by_chunk(
     scale, of_label = counted * grad, (target - log_sum).exp_()
     weight_of = 1 + 2 * head.z_loss_coef * log_sum
     chunks = head.logits.chunks(x, weight)
-    for part in chunks:
+    for chunk in chunks:
         # Saved logits may be overwritten, because autograd frees them after this.
-        scores = head.logits.compute(x[part], weight) if saved_logits is None else saved_logits
+        scores = head.logits.compute(x[chunk], weight) if saved_logits is None else saved_logits
         recomputed = saved_logits is None and (len(chunks) > 1 or head.logits.cap is not None)
         are_logits = scores.dtype != torch.float32 or recomputed
         if saved_logits is None and not are_logits:
-            scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
-        of_tokens = [tensor[part] for tensor in (log_sum, of_label, local, here, scale, weight_of)]
+            scores = _saved_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
+        of_tokens = [tensor[chunk] for tensor in (log_sum, of_label, local, here, scale, weight_of)]
         grad_logits = head.grad_logits_of(scores, *of_tokens, are_logits=are_logits, cap=head.logits.cap)
         del scores
-        grad_x[part] = product_t(grad_logits, weight.t())
-        yield grad_logits, x[part]
+        grad_x[chunk] = product_t(grad_logits, weight.t())
+        yield grad_logits, x[chunk]
         del grad_logits  # free it before the next chunk's logits
 
 
@@ -407,7 +407,7 @@ class VocabParallelHead(nn.Module):
     Attributes:
         z_loss_coef: coefficient of the z-loss, which the backward adds to the gradient.
         z_sum: sum of coefficient * logsumexp^2 over counted tokens since it was last set to 0.
-        keeps_logits: save the logits of a single chunk for the backward; otherwise the backward repeats the product.
+        saves_logits: save the logits of a single chunk for the backward; otherwise the backward repeats the product.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.logits, tp = logits, logits.tp
-        self.keeps_logits = True
+        self.saves_logits = True
         self.z_loss_coef = 0.0
         self.z_sum: float | Tensor = 0.0
         # The two passes over logits.  `models/wrappers.py` replaces them by compiled ones, which need no blocks.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megazero.layers.sequence_shard import TokenLayout
 from megazero.models.activation_config import Region
 from megazero.models.build_context import BuildContext
-from megazero.models.gpt import Block, branch_parts
+from megazero.models.gpt import Block, body_and_projection
 
 if TYPE_CHECKING:
     from megazero.layers.experts import MixtureOfExperts
@@ -23,7 +23,7 @@ class PostNormBlock(Block):
         return self.mlp_residual(x, self.mlp_norm(self.mlp(x)), layout)
 
     def regions(self) -> dict[Region, list[nn.Module]]:
-        (attention, out), (mlp, down) = branch_parts(self.attention), branch_parts(self.mlp)
+        (attention, out), (mlp, down) = body_and_projection(self.attention), body_and_projection(self.mlp)
         residual = [*out, self.attention_norm, self.attention_residual]
         return self._regions(attention, residual, mlp, *down, self.mlp_norm)
 
@@ -46,7 +46,7 @@ class AroundNormBlock(Block):
         return self.mlp_residual(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))), layout)
 
     def regions(self) -> dict[Region, list[nn.Module]]:
-        (attention, out), (mlp, down) = branch_parts(self.attention), branch_parts(self.mlp)
+        (attention, out), (mlp, down) = body_and_projection(self.attention), body_and_projection(self.mlp)
         residual = [*out, self.attention_out_norm, self.attention_residual, self.mlp_norm]
         return self._regions([self.attention_norm, *attention], residual, mlp, *down, self.mlp_out_norm)
 

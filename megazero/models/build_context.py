@@ -191,8 +191,8 @@ class BuildContext:
         self, name: str, size: int | None = None, eps: float | None = None, *, offset: bool = False
     ) -> RMSNorm:
         """Build an RMSNorm, of the hidden size and with the model's epsilon unless they are given."""
-        sizes, kind = (size or self.model.hidden_size, eps or self.model.norm_eps), OffsetRMSNorm if offset else RMSNorm
-        return kind(name, *sizes, sum_over_tp=self._cuts_sequence)
+        sizes, norm = (size or self.model.hidden_size, eps or self.model.norm_eps), OffsetRMSNorm if offset else RMSNorm
+        return norm(name, *sizes, sum_over_tp=self._cuts_sequence)
 
     def layer_norm(self, name: str) -> LayerNorm:
         """Build a LayerNorm of the hidden size."""
@@ -219,8 +219,8 @@ class BuildContext:
 
     def dropout(self, site: str) -> Dropout:
         """Build dropout with the name `site`, which keys its mask."""
-        part = self.tp.index if self.sequence_parallel else 0
-        return Dropout(self.model.dropout, dropout_key(self.seed, site, self.device), self.model.seq_len, part)
+        seq_shard = self.tp.index if self.sequence_parallel else 0
+        return Dropout(self.model.dropout, dropout_key(self.seed, site, self.device), self.model.seq_len, seq_shard)
 
     def residual(self, site: str) -> Residual:
         """Build the residual sum of a branch, with dropout named `site`."""

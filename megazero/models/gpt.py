@@ -1,4 +1,4 @@
-"""The parts that every GPT here shares, written once for every cluster shape.  A family (`models/llama`) assembles
+"""The modules that every GPT here shares, written once for every cluster shape.  A family (`models/llama`) assembles
 them.
 
 tokens -> embedding -> block 0 ... block n-1 -> final norm -> head -> loss
@@ -8,7 +8,7 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
         under sequence parallelism norms, residuals and dropout see [seq / tp, batch, hidden]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,16 +52,16 @@ class Block(nn.Module):
         context: builds the residual sums.
         sites: canonical names of the two branches; dropout masks are keyed by them.
         norms: the norms before attention and before the MLP.
-        branches: attention and the MLP.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
+        attention, mlp: the two branches.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
             shape; attention's forward also takes the `TokenLayout`.
     """
 
     def __init__(
-        self, context: BuildContext, sites: tuple[str, str], norms: tuple[nn.Module, ...], *branches: nn.Module
+        self, context: BuildContext, sites: tuple[str, str], norms: Sequence[nn.Module], attention: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms[:2]
-        self.attention, self.mlp = branches
+        self.attention, self.mlp = attention, mlp
         self.attention_residual, self.mlp_residual = map(context.residual, sites)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
         "block" excludes the last projection, because no backward reads its result.
         """
-        (attention, out), (mlp, _) = branch_parts(self.attention), branch_parts(self.mlp)
+        (attention, out), (mlp, _) = body_and_projection(self.attention), body_and_projection(self.mlp)
         joined = [self.attention_residual, self.mlp_norm]
         regions = self._regions([self.attention_norm, *attention], [*out, *joined], mlp)
         return regions | {"norms": [self.attention_norm, *joined], "mlp": [*joined, *mlp]}
@@ -95,7 +95,7 @@ class Block(nn.Module):
         activation = getattr(self.mlp, "activation", None)
         return {
             "norms": [self.attention_norm, self.mlp_norm],
-            "activation": [module for module in branch_parts(self.mlp)[0] if module is activation],
+            "activation": [module for module in body_and_projection(self.mlp)[0] if module is activation],
             "attention": attention,
             "residual": residual,
             "mlp": mlp,
@@ -103,12 +103,12 @@ class Block(nn.Module):
         }
 
 
-def branch_parts(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def body_and_projection(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules of a branch before its last projection, and the projection.  A script's own branch is one
     module.
     """
     owner = next(base for base in type(branch).__mro__ if "forward" in vars(base))
-    return branch.parts() if "parts" in vars(owner) else ([branch], [])  # type: ignore[operator]
+    return branch.body_and_projection() if "body_and_projection" in vars(owner) else ([branch], [])  # type: ignore[operator]
 
 
 def _undropped(x: Tensor, _: TokenLayout) -> Tensor:

@@ -110,8 +110,8 @@ def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
             core.tape = tape
             if tape is not None and type(core.kernel) is CausalAttention:
                 core.kernel = TapedAttention()
-        shards, (owner, name) = tp if is_cut else WHOLE, _piece_of(module, block)
-        if name not in vars(owner):  # otherwise two modules are one piece
+        shards, (owner, name) = tp if is_cut else WHOLE, _method_of(module, block)
+        if name not in vars(owner):  # one method may run two of the modules
             owner.__dict__[name] = Recomputed(getattr(owner, name), tape if cores else None, shards, draws=draws)
     if has_regions(block):
         for module in block.mlp_residual.modules():
@@ -143,7 +143,7 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
     return {module: module in cut & starts for module in order if module in chosen}
 
 
-def _piece_of(module: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
+def _method_of(module: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
     """Return the object and its method that run a module of a block.  They may run another module as well."""
     joins = type(block).forward is Block.forward and module in (block.attention_residual, block.mlp_norm)
     return (block, "join_attention") if joins else (module, "forward")
@@ -205,16 +205,16 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
             compiled[code] = torch.compile(code, dynamic=False, backend=backend)
         return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
 
-    for part in stage.blocks.modules():
-        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-            part.product.compile(compile_once)
+    for layer in stage.blocks.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.product.compile(compile_once)
     for block in stage.blocks:
         modules = list(_compiled_modules(block))
         for inner in (inner for module in modules for inner in module.modules()):
             if not getattr(inner, "compiles", True):
                 _replace((inner, "forward"), torch.compiler.disable)
-        for piece in dict.fromkeys(_piece_of(module, block) for module in modules):
-            _replace(piece, compile_once)
+        for method in dict.fromkeys(_method_of(module, block) for module in modules):
+            _replace(method, compile_once)
     if stage.head is not None:
         output = stage.head.output
         output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)
@@ -230,9 +230,9 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _replace(piece: tuple[nn.Module, str], change: Callable[[Any], Any]) -> None:
+def _replace(method: tuple[nn.Module, str], change: Callable[[Any], Any]) -> None:
     """Replace what runs as a module's forward or a block's method, inside its recomputation and arena wrappers."""
-    owner, name = piece
+    owner, name = method
     function = getattr(owner, name)
     if isinstance(function, SavingBlock | Recomputed):
         function.function = change(function.function)

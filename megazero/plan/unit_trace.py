@@ -138,7 +138,7 @@ class TraceKey:
     accumulate_dtype: torch.dtype
     reduce_dtype: torch.dtype
     splits: bool
-    keeps_logits: bool
+    saves_logits: bool
     adds: bool  # gradients are added to those of other micro-batches
     holds_both_ends: bool  # the stage of the embedding has the head, and their weight may be one
     per_node: int
@@ -162,8 +162,8 @@ def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mappin
 def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
     """Trace the passes of the embedding, the head, or a layer.  Results are cached."""
     if isinstance(unit, str):
-        return _head(key) if unit == HEAD else _embedding(replace(key, keeps_logits=False))
-    return _layer(replace(key, keeps_logits=False, holds_both_ends=False), *unit)
+        return _head(key) if unit == HEAD else _embedding(replace(key, saves_logits=False))
+    return _layer(replace(key, saves_logits=False, holds_both_ends=False), *unit)
 
 
 def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
@@ -284,7 +284,7 @@ def _head(key: TraceKey) -> UnitTrace:
     with _Bench(key, StageLayout(range(0), has_embedding=key.holds_both_ends, has_head=True)) as bench:
         head = bench.stage.head
         assert head is not None
-        head.output.keeps_logits = key.keeps_logits
+        head.output.saves_logits = key.saves_logits
         if key.on_cuda:
             head.output.statistics_of = partial(statistics_by_blocks, nbytes=BLOCK_BYTES)
             head.output.grad_logits_of = partial(grad_logits_by_blocks, nbytes=BLOCK_BYTES)

@@ -37,7 +37,7 @@ from megazero.zero.reductions import Chunk, ReductionQueue
 from megazero.zero.sharding import Interval, ShardingPolicy, Share
 
 if TYPE_CHECKING:
-    from megazero.layers.experts import Groups
+    from megazero.layers.experts import RowGroups
 
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
@@ -309,7 +309,7 @@ class GradientReducer:
             del a, b  # free them before the next pair is computed
         self._launch(weight)
 
-    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> None:
         """Add one micro-batch's gradient of stacked expert matrices [experts * m, n]: a.T @ b over the rows of each
         expert.
         """

@@ -177,12 +177,12 @@ def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_
     spec = slot.info.spec
     # experts have the same shapes on all ranks
     places = [(0, ep)] if ep else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
-    width, local = spec.local_shape(places[0][1])[1], [spec.local_sections(*place) for place in places]
+    width, local = spec.local_shape(places[0][1])[1], [spec.local_rows(*place) for place in places]
     for rows in zip(*local, strict=True):
         firsts = [slot.start + interval.first * width for interval in rows]
         shapes = tuple((interval.stop - interval.start, width) for interval in rows)
         elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
-        yield _Piece(bucket, (rows[0].section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
+        yield _Piece(bucket, (rows[0].named.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
 
 
 class MatrixStepper:

@@ -366,7 +366,7 @@ def test_the_passes_over_16_bit_logits_take_the_logits_and_two_blocks(keeps: boo
     tokens, vocab, hidden = 1024, 8192, 16
     spec = rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer())
     head = VocabParallelHead(Logits(spec, Axis("tp")), sequence_parallel=False).bfloat16()
-    head.keeps_logits = keeps
+    head.saves_logits = keeps
     torch.nn.init.normal_(head.weight)
     head.weight.grad = torch.zeros_like(head.weight)
     x = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -385,11 +385,11 @@ def test_the_passes_over_16_bit_logits_take_the_logits_and_two_blocks(keeps: boo
     assert logits <= max(backward) + forward[-1] <= logits + numbers + two_blocks + products
 
 
-def _keeps_logits(engine: Engine, run: ResolvedRun) -> list[bool]:
+def _saves_logits(engine: Engine, run: ResolvedRun) -> list[bool]:
     found = []
     for micro_batches_of_a_step in (micro_batches(run, engine.state, 0), micro_batches(run, engine.state, 1)[:1]):
         engine.compute_gradients(micro_batches_of_a_step)
-        found += [one.keeps_logits for one in engine.chunks.modules() if isinstance(one, VocabParallelHead)]
+        found += [one.saves_logits for one in engine.chunks.modules() if isinstance(one, VocabParallelHead)]
     return found
 
 
@@ -401,6 +401,6 @@ def test_logits_are_kept_where_those_of_one_micro_batch_at_most_wait() -> None:
         for name in schedules
     ]
     for name, by_rank in zip(
-        schedules, zip(*run_world(2, on_one_state, runs, _keeps_logits), strict=True), strict=True
+        schedules, zip(*run_world(2, on_one_state, runs, _saves_logits), strict=True), strict=True
     ):
         assert sorted(by_rank) == [[], schedules[name]]
