@@ -57,7 +57,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, context: BuildContext, sites: tuple[str, str], norms: Sequence[nn.Module], attention: nn.Module, mlp: nn.Module
+        self,
+        context: BuildContext,
+        sites: tuple[str, str],
+        norms: Sequence[nn.Module],
+        attention: nn.Module,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms[:2]
