@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,17 @@ from megazero.training.trainer import train
 _ARGUMENTS = [*TINY, "launch.nproc_per_node=2", "parallel.tp=1", "parallel.pp=2", "training.steps=2"]
 
 
+def _package_without(folder: Path, annexes: Iterable[str]) -> Path:
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for annex in annexes:
+        shutil.rmtree(folder / PACKAGE.name / annex)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that has the package without its annexes."""
-    folder = tmp_path_factory.mktemp("trunk")
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for annex in ANNEXES:
-        shutil.rmtree(folder / PACKAGE.name / annex)
-    return folder
+    return _package_without(tmp_path_factory.mktemp("trunk"), ANNEXES)
 
 
 def _megazero(folder: Path, *words: str) -> str:
@@ -57,6 +61,12 @@ def test_the_trunk_checks_trains_resumes_and_exports_without_its_annexes(trunk: 
 
 def test_a_command_of_an_annex_that_is_not_there_is_no_command(trunk: Path) -> None:
     assert " plan " not in _megazero(trunk, "--help")
+
+
+def test_a_plan_for_gpus_needs_no_annex_for_cpus(tmp_path: Path) -> None:
+    folder = _package_without(tmp_path, ["cpu"])
+    planned = _megazero(folder, "plan", str(QUICKSTART), *_ARGUMENTS, "launch.device=cuda", "--gpu", "h200")
+    assert "cluster  2 x h200" in planned
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -92,43 +92,18 @@ def initialize(
         raise ValueError("initialize needs a model; megazero.initialize(config, state) builds that of a run file")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    state = _parallel_state(model, mpu)
     places = config, config_params, getattr(args, "deepspeed_config", None)
-    sources = [source for source in places if source is not None]
-    if len(sources) != 1:
-        raise ValueError(f"initialize needs one of config, config_params and args.deepspeed_config, got {len(sources)}")
-    settings = load_deepspeed_config(sources[0], state.dp.size)
-    size = settings.zero.shard_group_size
-    if size not in (0, state.shard.size):
-        if mpu is not None or isinstance(model, PipelineModule):
-            raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
-        state = parallel_state_of(shard_group_size=size)
-    configure_by_block(settings.json.activation_checkpointing, state.tp.size)
-    show = Terminal()
+    settings, state = _configured(model, mpu, [source for source in places if source is not None])
     if dist.is_initialized():
         _GROUPS[id(state.groups)] = state.groups
     _take_from_other_engines(model, state)
+    show = Terminal()
     if state.rank == 0:
-        given = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        unread = [name for name, value in given.items() if value is not None and getattr(settings.json, name).type]
-        notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
-        for note in (*settings.notes, *notes):
-            show(f"note: {note}")
-        if settings.json.dump_state:
-            show(str(settings))
+        _show_notes(settings, {"optimizer": optimizer, "scheduler": lr_scheduler}, show)
     only_evaluates = optimizer is None and not settings.json.optimizer.type
     requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    described, ties = _describe(model, state)
-    described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
-    _check_ties(described, state)
-    chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
-    _move_buffers(model, settings, state)
-    parts = ModelParts(script_units_of(chunks), described, ties)
-    is_pipeline, how = isinstance(model, PipelineModule), ShardingSettings(settings.zero, settings.precision, recipe)
-    sharded = (ScriptModel if is_pipeline else ScriptModule)(parts, state, how)
-    seed = _SEED if settings.seed is None else settings.seed
-    sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
-    engine_type: Any = PipelineEngine if is_pipeline else ModuleEngine
+    sharded = _shard(model, state, settings, optimizer, model_parameters)
+    engine_type: Any = PipelineEngine if isinstance(model, PipelineModule) else ModuleEngine
     engine: TrainingEngine = engine_type(model, sharded, settings, show)
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if only_evaluates:
@@ -136,6 +111,56 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, model, state, settings, collate_fn)
     return engine, None if only_evaluates else engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _configured(
+    model: nn.Module,
+    mpu: ParallelState | PipelineParallelGrid | None,
+    sources: Sequence[str | Path | Mapping[str, Any]],
+) -> tuple[DeepSpeedConfig, ParallelState]:
+    """Read the configuration, which must have one source, and return it with this rank's groups and device."""
+    if len(sources) != 1:
+        raise ValueError(f"initialize needs one of config, config_params and args.deepspeed_config, got {len(sources)}")
+    state = _parallel_state(model, mpu)
+    settings = load_deepspeed_config(sources[0], state.dp.size)
+    size = settings.zero.shard_group_size
+    if size not in (0, state.shard.size):
+        if mpu is not None or isinstance(model, PipelineModule):
+            raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
+        state = parallel_state_of(shard_group_size=size)
+    configure_by_block(settings.json.activation_checkpointing, state.tp.size)
+    return settings, state
+
+
+def _show_notes(settings: DeepSpeedConfig, given: Mapping[str, object], show: Callable[[str], None]) -> None:
+    """Show which keys have no effect, and the whole configuration if it asks for that.  `given`: what the script gives."""
+    unread = [name for name, value in given.items() if value is not None and getattr(settings.json, name).type]
+    notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
+    for note in (*settings.notes, *notes):
+        show(f"note: {note}")
+    if settings.json.dump_state:
+        show(str(settings))
+
+
+def _shard(
+    model: nn.Module,
+    state: ParallelState,
+    settings: DeepSpeedConfig,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+) -> ScriptModel:
+    """Shard the model's parameters and optimizer state over the ranks.  Collective."""
+    described, ties = _describe(model, state)
+    described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
+    _check_ties(described, state)
+    chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
+    _move_buffers(model, settings, state)
+    parts = ModelParts(script_units_of(chunks), described, ties)
+    how = ShardingSettings(settings.zero, settings.precision, recipe)
+    sharded = (ScriptModel if isinstance(model, PipelineModule) else ScriptModule)(parts, state, how)
+    seed = _SEED if settings.seed is None else settings.seed
+    sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
+    return sharded
 
 
 def _loader(

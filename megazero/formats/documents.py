@@ -51,7 +51,7 @@ class FileRange(NamedTuple):
     start: int  # bytes of a `.jsonl`, row groups of a `.parquet`, 0 for others
     stop: int
     bytes: int  # that it takes in the file
-    kind: str  # what the file holds; that of its name, unless its content decides
+    format: str  # of what the file holds, such as ".jsonl": by its name, unless its content decides
 
 
 class SkippedText(NamedTuple):
@@ -64,9 +64,9 @@ class SkippedText(NamedTuple):
     def __str__(self) -> str:
         if self.position < 0:
             return f"{self.path}: {self.why}"
-        kind, packed = kind_of(self.path)
-        if kind in _TABLES or (not packed and self.position > _COUNTED_BYTES):
-            return f"{self.path}, {'row' if kind in _TABLES else 'byte'} {self.position:,}: {self.why}"
+        form, packed = format_of(self.path)
+        if form in _TABLES or (not packed and self.position > _COUNTED_BYTES):
+            return f"{self.path}, {'row' if form in _TABLES else 'byte'} {self.position:,}: {self.why}"
         return f"{self.path}:{(self.position if packed else _lines_before(self.path, self.position)) + 1}: {self.why}"
 
 
@@ -109,7 +109,7 @@ def find_files(
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
     for path in files:
-        for package in [_PACKAGE_OF[suffix] for suffix in kind_of(str(path)) if suffix in _PACKAGE_OF]:
+        for package in [_PACKAGE_OF[suffix] for suffix in format_of(str(path)) if suffix in _PACKAGE_OF]:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs the package {package}: pip install 'megazero[data]'")
     return files, problems, hidden
@@ -158,44 +158,44 @@ def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange],
 
 
 def _ranges_of(path: str, size: int, range_bytes: int) -> Iterator[FileRange]:
-    kind, packed = _held_by(path), kind_of(path)[1]
-    parts = size
-    if packed or kind not in (".jsonl", ".parquet"):
-        yield FileRange(path, 0, 0, size, kind)
+    form, packed = _held_by(path), format_of(path)[1]
+    length = size  # in row groups, if it has them
+    if packed or form not in (".jsonl", ".parquet"):
+        yield FileRange(path, 0, 0, size, form)
         return
-    if kind == ".parquet":
+    if form == ".parquet":
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path) as table:
-            parts = table.num_row_groups
-    step = max(1, parts * range_bytes // max(1, size))
-    for start in range(0, parts, step):
-        stop = min(start + step, parts)
-        yield FileRange(path, start, stop, size * stop // parts - size * start // parts, kind)
+            length = table.num_row_groups
+    step = max(1, length * range_bytes // max(1, size))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        yield FileRange(path, start, stop, size * stop // length - size * start // length, form)
 
 
 def _held_by(path: str) -> str:
-    """Return the kind of a file: ".jsonl" if its first line parses as a JSON object, else its suffix.
+    """Return the format of a file: ".jsonl" if its first line parses as a JSON object, else its suffix.
 
     Raises: ValueError: neither text nor a table that can be read.
     """
-    kind, packed = kind_of(path)
+    form, packed = format_of(path)
     raw = _first_line(path, "")
-    is_named = kind in (".jsonl", *_TABLES)
+    is_named = form in (".jsonl", *_TABLES)
     start = _first_line(path, packed) if packed and not (is_named or raw.startswith(LFS_POINTER)) else raw
     for magic, what in _REFUSED.items():
         if start.startswith(magic):
             raise ValueError(f"it is {what}")
     if is_named:
-        return kind
+        return form
     if start.startswith(b"{") and isinstance(_attempt(_parsed, start), dict):
         return ".jsonl"
-    if (start and kind in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
+    if (start and form in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
         raise ValueError(
             "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record a line, as jq -c "
             "'.[]' and pandas' to_json(orient='records', lines=True) do; name it .txt if it is text and begins with none"
         )
-    return kind
+    return form
 
 
 def _first_line(path: str, packed: str) -> bytes:
@@ -223,14 +223,14 @@ def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | E
 
     Raises: any error of reading the file; the rest of the range is lost.
     """
-    packed = kind_of(file_range.path)[1]
-    if file_range.kind in _TABLES:
-        for first, column in (_parquet if file_range.kind == ".parquet" else _arrow)(file_range, key):
+    packed = format_of(file_range.path)[1]
+    if file_range.format in _TABLES:
+        for first, column in (_parquet if file_range.format == ".parquet" else _arrow)(file_range, key):
             for row, text in enumerate(column.to_pylist(), first):
                 yield row, text if isinstance(text, str) else ValueError(_no_string(key, text))
         return
     with _opened(file_range.path, packed) as file:
-        if file_range.kind != ".jsonl":
+        if file_range.format != ".jsonl":
             yield -1, _attempt(_text_of_file, file.read())
             return
         lines = enumerate(file) if packed else _lines_within(file, file_range)
@@ -277,11 +277,11 @@ def _check_column(names: Sequence[str], key: str) -> None:
         raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
 
 
-def kind_of(path: str) -> tuple[str, str]:
+def format_of(path: str) -> tuple[str, str]:
     """Return the format and the compression of a file by its name, such as (".jsonl", ".gz")."""
     name, last = os.path.splitext(path.lower())
-    kind, packed = (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
-    return ".jsonl" if kind in (".ndjson", ".jsonlines") else kind, packed
+    form, packed = (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
+    return ".jsonl" if form in (".ndjson", ".jsonlines") else form, packed
 
 
 @contextmanager

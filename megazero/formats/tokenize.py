@@ -31,7 +31,7 @@ from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
-from megazero.formats.documents import FileRange, SkippedText, cut_files, documents_of, find_files, kind_of
+from megazero.formats.documents import FileRange, SkippedText, cut_files, documents_of, find_files, format_of
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
@@ -134,43 +134,54 @@ def tokenize_files(
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     dtype = token_dtype(encoder.vocab_size)
     job = _Job(folder, os.fspath(tokenizer), encoder.eod_token, encoder.fingerprint, dtype.str, jsonl_key)
-    notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
-
-    def leave_out(count: int, named: Sequence[SkippedText], what: str) -> None:
-        listed = _listed(count, named)
-        if count and not skip_bad:
-            cure = "mend them, or leave them out with --skip-bad; what is done is kept"
-            raise ValueError("\n".join([f"{count:,} {what} cannot be read:{listed}", *notes, cure]))
-        notes.extend([f"left out {count:,} {what} that cannot be read:{listed}"] if count else [])
-
+    notes = _Notes(skip_bad, [encoder.about] if isinstance(encoder, FileTokenizer) else [])
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
         check_outputs(out_prefix, overwrite)
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
-        unread += uncut
         ranges = [file_range for shard in shards for file_range in shard.ranges]
-        found = [*dict.fromkeys(span.path for span in ranges if span.kind != kind_of(span.path)[0])]
-        notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
-        leave_out(len(unread), unread, "files or directories")
+        notes.add_formats(ranges)
+        notes.leave_out(len(unread) + len(uncut), [*unread, *uncut], "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
         named = [problem for shard in done for problem in shard.named_unread]
-        leave_out(sum(shard.unread for shard in done), named, "documents or parts of files")
+        notes.leave_out(sum(shard.unread for shard in done), named, "documents or parts of files")
         if not (documents := sum(shard.documents for shard in done)):
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard in shards:
             ids, lengths = _content(shard, job)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
     _remove_shards(folder)
-    empty = sum(shard.empty for shard in done)
-    counts = {
-        f"empty documents:{_listed(empty, [problem for shard in done for problem in shard.named_empty])}": empty,
-        "names that start with a dot": hidden,
-    }
-    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.kind for file_range in ranges}:
-        notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
-    notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
-    tokens, read = sum(shard.tokens for shard in done), sum(part.bytes for part in ranges)
-    return TokenizeSummary(documents, tokens, read, time.monotonic() - began, tuple(notes))
+    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.format for file_range in ranges}:
+        notes.lines.append(f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table")
+    notes.add_empty(done, hidden)
+    tokens, read = sum(shard.tokens for shard in done), sum(file_range.bytes for file_range in ranges)
+    return TokenizeSummary(documents, tokens, read, time.monotonic() - began, tuple(notes.lines))
+
+
+class _Notes(NamedTuple):
+    """The notes of a summary.  `skip_bad`: what cannot be read is left out with a note, and is no error."""
+
+    skip_bad: bool
+    lines: list[str]
+
+    def add_formats(self, ranges: Sequence[FileRange]) -> None:
+        found = [*dict.fromkeys(span.path for span in ranges if span.format != format_of(span.path)[0])]
+        if found:
+            self.lines.append(f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}")
+
+    def leave_out(self, count: int, named: Sequence[SkippedText], what: str) -> None:
+        """Note what is left out because it cannot be read.  Raises: ValueError: it may not be left out."""
+        listed = _listed(count, named)
+        if count and not self.skip_bad:
+            cure = "mend them, or leave them out with --skip-bad; what is done is kept"
+            raise ValueError("\n".join([f"{count:,} {what} cannot be read:{listed}", *self.lines, cure]))
+        if count:
+            self.lines.append(f"left out {count:,} {what} that cannot be read:{listed}")
+
+    def add_empty(self, done: Sequence[_Tokenized], hidden: int) -> None:
+        empty, named = sum(shard.empty for shard in done), [problem for shard in done for problem in shard.named_empty]
+        counts = {f"empty documents:{_listed(empty, named)}": empty, "names that start with a dot": hidden}
+        self.lines.extend(f"left out {count:,} {what}" for what, count in counts.items() if count)
 
 
 def check_outputs(prefix: str | os.PathLike[str], overwrite: bool) -> None:

@@ -55,9 +55,8 @@ class Change:
     more: float | None = None
 
     def __str__(self) -> str:
-        time = (
-            "" if self.more is None else f", a step takes {abs(self.more):.1%} {'more' if self.more >= 0 else 'less'}"
-        )
+        more = self.more
+        time = "" if more is None else f", a step takes {abs(more):.1%} {'more' if more >= 0 else 'less'}"
         return f"{self.settings} (frees about {size_text(self.frees)}{time})"
 
 

@@ -35,10 +35,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_iter
 
-from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift, wait_all
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
-from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.plan.calibration import Calibration, MeasuredProduct, OperatorTable, Samples
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import LINKS, Device, Link, device_of
@@ -197,31 +196,33 @@ def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
     return OperatorTable(products, operators, host).scaled(median(times["probe",]))
 
 
-def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
-    """Measure this machine: its first GPU if it has one, else its processors.  `say` prints a line of progress."""
+def calibrate(*, quick: bool = False, report: Callable[[str], None] = print) -> Calibration:
+    """Measure this machine: its first GPU if it has one, else its processors.  `report` prints a line of progress."""
     begin = time.perf_counter()
     (gpu,) = in_processes(1, gpu_here)  # in a child: once this process has used CUDA, its forks cannot
     runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
-    say(f"{len(runs)} models in one process")
+    report(f"{len(runs)} models in one process")
     (record,) = in_processes(1, _measured, runs, kind)
     table, probe = table_of(record, on_gpu=gpu is not None), median(record["probe",])
     if gpu is not None:
         if not gpu.peak_flops:
-            say(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
+            report(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
         device = fitted(gpu, table)
-        say(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
+        report(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
         return Calibration(device, 0, device.link, table, {}, (probe, probe))
+    from megazero.cpu.calibration import collective_samples  # a GPU is measured without the annex `cpu`
+
     processors, collectives = len(os.sched_getaffinity(0)), dict[str, Samples]()
     for ranks in (2, 4) if quick else (2, 4, 8):
-        say(f"collectives of {ranks} ranks")
+        report(f"collectives of {ranks} ranks")
         collectives |= in_processes(ranks, collective_samples, 3 if quick else 12)[0]
     (_, first), *_, (size, last) = collectives["send_recv 2"]
     within, probes = Link("this machine", size / last, first), (probe, median(in_processes(processors, _probed)))
     device = _device(table, within)
     bare = Calibration(device, processors, within, table, collectives, probes)
-    say("steps of runs beside their plans")
+    report("steps of runs beside their plans")
     stretch = step_stretch(bare, 1 if quick else 3)
-    say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
+    report(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
     return replace(bare, table=table.scaled(stretch))
 
 
@@ -294,60 +295,6 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
         beside += [(before + after) / 2] * _IN_A_ROW
         before = after
     return seconds, beside
-
-
-# ---- collectives, by the bytes that each rank sends
-
-
-_SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
-_CALLS = 8
-
-
-def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
-    """Measure every collective over the default process group, whose ranks are all on this host.
-
-    Returns: "all_reduce 4" (the collective and the number of ranks) -> (bytes, seconds) of each size, averaged over ranks.
-    """
-    world = dist.get_world_size()
-    axis = ParallelState(RankGrid(dp=world), rank, Links(local_world_size=world)).dp
-    by_size = [_calls(size // 4 // world * world or world, axis) for size in _SIZES]
-    return {
-        f"{name} {world}": tuple((float(calls[name][1]), _seconds(calls[name][0], rounds)) for calls in by_size)
-        for name in by_size[0]
-    }
-
-
-def _seconds(call: Callable[[], object], rounds: int) -> float:
-    """Return the seconds of a call: the median over rounds of several calls in a row, averaged over the ranks."""
-
-    def taken() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        return (time.perf_counter() - begin) / _CALLS
-
-    taken()
-    found = torch.tensor(median(taken() for _ in range(rounds)), dtype=torch.float64)
-    dist.all_reduce(found)
-    return float(found) / dist.get_world_size()
-
-
-def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return a call of each collective on a buffer of `count` fp32 elements, with the bytes that a rank sends."""
-    whole, other, shard = torch.zeros(count), torch.zeros(count), torch.zeros(count // axis.size)
-    x, out, sent = whole.view(axis.size, -1), other.view(axis.size, -1), 4 * count * (axis.size - 1) // axis.size
-    found: dict[str, tuple[Callable[[], object], int]] = {
-        "all_reduce": (lambda: all_reduce(whole, axis).wait(), 2 * sent),
-        "all_gather": (lambda: all_gather(whole, shard, axis).wait(), sent),
-        "reduce_scatter": (lambda: reduce_scatter(shard, whole, axis).wait(), sent),
-        "all_to_all": (lambda: all_to_all(out, x, axis).wait(), sent),
-        "ring_shift": (lambda: ring_shift(other, whole, axis).wait(), 4 * count),
-    }
-    if axis.size == 2:  # both directions at once, as between pipeline stages
-        peer = axis.ranks[1 - axis.index]
-        found["send_recv"] = (lambda: wait_all(exchange([(whole, peer)], [(other, peer)], axis)), 4 * count)
-    return found
 
 
 # ---- the shares of a GPU

@@ -60,9 +60,8 @@ class MemoryOption:
 
     def needs_no_more_than(self, other: MemoryOption) -> bool:
         """Whether `other` recomputes and offloads everything that this option does, so that `other` cannot be faster."""
-        return self.recompute <= other.recompute and (
-            self.offload in ("none", other.offload) or other.offload == "both"
-        )
+        offloads_no_more = self.offload in ("none", other.offload) or other.offload == "both"
+        return self.recompute <= other.recompute and offloads_no_more
 
 
 @dataclass(frozen=True, order=True)
@@ -301,12 +300,8 @@ class Bounds:
         compute *= 1.03 if choice.schedule in _SPLIT_BACKWARD else 1.0  # a backward in two halves costs a little more
         if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
             compute *= _RECOMPUTED
-        return (
-            max(compute, sent / link.rate())
-            + 0.2 * sent / link.rate()
-            + layers * exchanged / within.rate()
-            + rows_seconds
-        )
+        sending = sent / link.rate()
+        return max(compute, sending) + 0.2 * sending + layers * exchanged / within.rate() + rows_seconds
 
     def _kept(self, choice: ShapeChoice) -> float:
         """Return an estimate of the first pipeline rank's activation bytes (Korthikanti et al. 2022: 34 sbh per layer).

@@ -68,9 +68,8 @@ class GroupLink:
         if (calibration := self.cluster.calibration) is not None:
             inner = min(self.ranks, self.per_node)
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
-            own = (here or 0.0) * min(
-                1.0, calibration.processors / inner
-            )  # ranks that share cores slow each other down
+            # Ranks that share cores slow each other down.
+            own = (here or 0.0) * min(1.0, calibration.processors / inner)
             return own + self.link_seconds(sent_bytes) if self.crosses else own
         if operation == "ring_shift":
             return self._to_the_next(sent_bytes, self.side_by_side)

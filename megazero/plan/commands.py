@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from megazero.plan.search import SearchResult
 
 _FOUND_BY = "# Found by megazero plan"  # the first words of a run file that a search has written
+_Options: TypeAlias = Mapping[str, object]  # the options that the user gave, by name; None for the others
+_FAILURES, _STORAGE = FAILURES_PER_DEVICE_HOUR * 1e6, STORAGE_BANDWIDTH_PER_NODE / 1e9
 
 
 def _number(text: str) -> float:
@@ -58,13 +61,11 @@ _FILE = partial(typer.Option, parser=_new_file, metavar="FILE")
 def plan(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="A device by name, such as h100 or h200, or the file of megazero calibrate.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="A device, such as h200, or the file of megazero calibrate.")] = None,
     gpus: Annotated[int | None, typer.Option(help="Ranks; launch.nproc_per_node by default.")] = None,
     per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
     network: Annotated[
-        str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to roce800, 1gbit to 100gbit.")
+        str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to 800, 1gbit to 100gbit.")
     ] = "ib400",
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
     write: Annotated[Path | None, _FILE(help="With --search: write the run file of the best shape.")] = None,
@@ -73,78 +74,85 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to look at.")] = None,
     tokens: Annotated[float | None, _POSITIVE(help="Tokens of the run; by default, those of training.steps.")] = None,
     dollars_per_hour: Annotated[float | None, _NUMBER(help="Price of a device.")] = None,
-    failures_per_million_hours: Annotated[
-        float, _NUMBER(help="Failures in a million device hours; by default, those of Llama 3.")
-    ] = FAILURES_PER_DEVICE_HOUR * 1e6,
+    failures_per_million_hours: Annotated[float, _NUMBER(help="Of one device; Llama 3's by default.")] = _FAILURES,
     restart_minutes: Annotated[float, _NUMBER(help="From a failure until the run trains again.")] = 10,
-    storage_gb_per_second: Annotated[
-        float, _POSITIVE(help="GB/s that a node writes while all nodes write; by default, those of Llama 3.")
-    ] = STORAGE_BANDWIDTH_PER_NODE / 1e9,
-    corrected_by: Annotated[
-        Path | None, typer.Option(help="The plan.json of a run: scale the time by its measured / planned seconds.")
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Write plan.json to training.run_dir; train compares the run with it.")
-    ] = False,
+    storage_gb_per_second: Annotated[float, _POSITIVE(help="Of a node; Llama 3's by default.")] = _STORAGE,
+    corrected_by: Annotated[Path | None, typer.Option(help="A plan.json: scale by its measured / planned.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Write plan.json to training.run_dir; train reads it.")] = False,
     html: Annotated[Path | None, _FILE(help="Write a page for a browser.")] = None,
     as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers to a file; - prints them alone.")] = None,
 ) -> None:
     """Show what a run needs on any cluster: memory, time, traffic, cost.  Find its best shape.  Needs no GPU."""
-    from megazero.config import ConfigError
-
-    asked = _Asked(config, tuple(overrides or ()), gpu, gpus, per_node, network)
-    say: Callable[[str], None] = (lambda _: None) if as_json == Path("-") else print
+    request = _Request(config, tuple(overrides or ()), gpu, gpus, per_node, network)
+    show: Callable[[str], None] = (lambda _: None) if as_json == Path("-") else print
     of_plan = {"--html": html, "--json": as_json, "--corrected-by": corrected_by, "--tokens": tokens}
     of_plan |= {"--dollars-per-hour": dollars_per_hour, "--keep": keep or None}
-    try:
-        _check_read({"--rank": rank}, "a --dry-run", applies=dry_run)
-        _check_read({"--write": write, "--seconds": seconds}, "a --search", applies=search)
-        _check_read(of_plan, "a plan; a --dry-run prints what it found", applies=not dry_run)
-        if search and dry_run:
-            raise ValueError("--search and --dry-run exclude each other; give one")
-        if write is not None and write.exists() and not write.read_bytes().startswith(_FOUND_BY.encode()):
-            raise ValueError(f"--write {write} exists, and no search has written it; name another file, or remove it")
-        cluster = asked.cluster("h200" if dry_run else None)
+    with _refusals():
+        _check_modes(of_plan, {"--write": write, "--seconds": seconds}, {"--rank": rank}, search, dry_run)
+        cluster = request.cluster("h200" if dry_run else None)
         if dry_run:
-            raise SystemExit(_dry_run(asked, rank, say))
-        run, found = asked.run(cluster.ranks) if not search else None, None
-        if search:
-            run, found = _search(asked, cluster, say, write, 120.0 if seconds is None else seconds)
-        if run is None:
-            raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
-        from megazero.plan.advice import advice_text
+            raise SystemExit(_dry_run(request, rank, show))
         from megazero.plan.correction import PLAN_FILE, ratio_in
         from megazero.plan.report import Assumptions, plan_of
-        from megazero.plan.text import plan_text
 
+        limit = 120.0 if seconds is None else seconds
+        run, found = _search(request, cluster, show, write, limit) if search else (request.run(cluster.ranks), None)
         failures, storage = failures_per_million_hours / 1e6, storage_gb_per_second * 1e9
         ratio = 1.0 if corrected_by is None else ratio_in(corrected_by, cluster.device.name)
         assumed = Assumptions(tokens, dollars_per_hour, failures, restart_minutes * 60, storage, ratio)
         made = plan_of(run, cluster, assumed)
-        say(plan_text(made))
-        if not made.fits and not search:
-            missing = made.fullest.peak - cluster.device.memory_bytes
-            text = advice_text(made.run, cluster, made.fullest, missing, between=",\n         or ")
-            say(f"advice   {text}")
+        _show_plan(made, show, advises=not search)
         numbers = [Path(made.run.config.training.run_dir) / PLAN_FILE] if keep else []
-        _write(made, found, html, [*numbers, *([as_json] if as_json else [])], say)
+        _write(made, found, html, [*numbers, *([as_json] if as_json else [])], show)
+    if not made.fits:
+        raise SystemExit(EXIT_REFUSED)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Within a `with` block, end the command with EXIT_REFUSED and one message if a file or an option is wrong."""
+    from megazero.config import ConfigError
+
+    try:
+        yield
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
-    if not made.fits:
-        raise SystemExit(EXIT_REFUSED)
 
 
-def _check_read(options: Mapping[str, object], what: str, *, applies: bool) -> None:
+def _check_modes(of_plan: _Options, of_search: _Options, of_dry_run: _Options, search: bool, dry_run: bool) -> None:
+    """Refuse options that contradict each other.  Raises: ValueError."""
+    _check_read(of_dry_run, "a --dry-run", applies=dry_run)
+    _check_read(of_search, "a --search", applies=search)
+    _check_read(of_plan, "a plan; a --dry-run prints what it found", applies=not dry_run)
+    if search and dry_run:
+        raise ValueError("--search and --dry-run exclude each other; give one")
+    write = of_search["--write"]
+    if isinstance(write, Path) and write.exists() and not write.read_bytes().startswith(_FOUND_BY.encode()):
+        raise ValueError(f"--write {write} exists, and no search has written it; name another file, or remove it")
+
+
+def _show_plan(made: Plan, show: Callable[[str], None], *, advises: bool) -> None:
+    from megazero.plan.advice import advice_text
+    from megazero.plan.text import plan_text
+
+    show(plan_text(made))
+    if not made.fits and advises:
+        missing = made.fullest.peak - made.cluster.device.memory_bytes
+        text = advice_text(made.run, made.cluster, made.fullest, missing, between=",\n         or ")
+        show(f"advice   {text}")
+
+
+def _check_read(options: _Options, what: str, *, applies: bool) -> None:
     """Refuse options that would have no effect, unless they apply.  Raises: ValueError."""
     if not applies and (given := [name for name, value in options.items() if value is not None]):
         raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {what}")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The run file and the cluster as the user named them."""
 
     config: Path
@@ -177,9 +185,9 @@ class _Asked:
 
 
 def _search(
-    asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float
-) -> tuple[ResolvedRun | None, SearchResult]:
-    """Print the best shapes, and write the run file of the first."""
+    request: _Request, cluster: Cluster, show: Callable[[str], None], write: Path | None, seconds: float
+) -> tuple[ResolvedRun, SearchResult]:
+    """Print the best shapes, write the run file of the first, and return its run.  Raises: ValueError: no shape fits."""
     from megazero.config import ConfigError, resolve
     from megazero.config.document import to_toml
     from megazero.config.load import read_run_file
@@ -193,11 +201,11 @@ def _search(
         if sys.stderr.isatty():
             print(line, file=sys.stderr, flush=True)
 
-    ends, own = time.monotonic() + seconds / 2, None  # what is said of the best takes as long as finding them
+    ends, own = time.monotonic() + seconds / 2, None  # explaining the best shapes takes as long as finding them
     try:
-        own = asked.run(cluster.ranks)
+        own = request.run(cluster.ranks)
     except ConfigError:  # its own shape does not have so many ranks
-        config = read_run_file(asked.config, asked.overrides)
+        config = read_run_file(request.config, request.overrides)
         batch = config.training.global_batch_size
         if batch == "auto":
             rule = "must be a number for a --search, if the file's own shape does not fit the ranks"
@@ -210,40 +218,41 @@ def _search(
         Judge(cluster),
         own=own,
         processes=os.cpu_count() or 1,
-        say=show_progress,
+        report=show_progress,
         time_is_up=lambda: time.monotonic() > ends,
     )
-    say(search_text(found, cluster.device.memory_bytes))
-    best, words = own, "as the run file has it"
-    if not found.beats_best(cluster.device.memory_bytes):
-        if not found.best:
-            return None, found
+    show(search_text(found, cluster.device.memory_bytes))
+    if own is not None and found.beats_best(cluster.device.memory_bytes):
+        best, words = own, "as the run file has it"
+    elif found.best:
         choice = found.best[0].choice
         best, words = resolve(config_of(base.config, choice), cluster.ranks), str(choice)
-    if write is not None and best is not None:
+    else:
+        raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
+    if write is not None:
         changed = changes_text(changed_keys((own or base).written, best.written)) or "nothing"
-        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
+        head = f"{_FOUND_BY} {request.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
         write_text(write, head + to_toml(best))
-        say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}\nchanged  {changed}")
-    say("\nthe best of them\n")
+        show(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}\nchanged  {changed}")
+    show("\nthe best of them\n")
     return best, found
 
 
-def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int:
+def _dry_run(request: _Request, rank: int | None, show: Callable[[str], None]) -> int:
     """Print what a dry run of the engine did.  Returns: the exit code."""
     from megazero.plan.dry_run import dry_run
     from megazero.plan.text import dry_run_text
 
-    run = asked.run(asked.gpus)
+    run = request.run(request.gpus)
     if rank is not None and not 0 <= rank < run.world_size:
         raise ValueError(f"--rank {rank} must be from 0 to {run.world_size - 1}: the run has {run.world_size} ranks")
-    done = dry_run(run, per_node=asked.per_node, rank=rank, on_cuda=run.config.launch.device != "cpu")
-    say(dry_run_text(done, rank))
+    done = dry_run(run, per_node=request.per_node, rank=rank, on_cuda=run.config.launch.device != "cpu")
+    show(dry_run_text(done, rank))
     return EXIT_REFUSED if done.problems else 0
 
 
 def _write(
-    made: Plan, found: SearchResult | None, html: Path | None, numbers: Sequence[Path], say: Callable[[str], None]
+    made: Plan, found: SearchResult | None, html: Path | None, numbers: Sequence[Path], show: Callable[[str], None]
 ) -> None:
     from megazero.plan.report import as_plain
     from megazero.plan.text import plan_html
@@ -251,14 +260,14 @@ def _write(
 
     if html is not None:
         write_text(html, plan_html(made, found))
-        say(f"\npage     {html}: open it in a browser")
+        show(f"\npage     {html}: open it in a browser")
     for path in numbers:
         text = json.dumps(as_plain(made, found))
         if path == Path("-"):
             print(text)
         else:
             write_text(path, text + "\n")
-            say(f"numbers  {path}")
+            show(f"numbers  {path}")
 
 
 def memory_report(
@@ -326,7 +335,7 @@ def calibrate(
     if out.suffix != ".json":
         fail(f"--out {out} must end in .json, by which --gpu knows a file from a name", EXIT_REFUSED)
     try:
-        found = measure(quick=quick, say=lambda text: print(text, flush=True))
+        found = measure(quick=quick, report=lambda line: print(line, flush=True))
         write_calibration(found, out)
     except (OSError, RuntimeError) as error:
         fail(str(error), 1)

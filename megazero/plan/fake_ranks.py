@@ -22,14 +22,10 @@ from torch import Tensor
 
 from megazero.comm.backend import TorchBackend, over_contiguous, place_shard
 from megazero.config import ResolvedRun
-from megazero.cpu.shared_memory import SharedMemoryBackend
-from megazero.cpu.sockets import SocketBackend
-from megazero.cpu.transport import backend_between
-from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
 from megazero.parallel_state import Axis, Links, ParallelState
 from megazero.parallel_state.axis import Counts, Traffic, Wait
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.state import Group
+from megazero.parallel_state.state import Backend, Group
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
@@ -37,7 +33,7 @@ from megazero.zero.file_store import FileStore
 
 #: The purpose that names the groups of the ranks of one node.
 HOST = "host"
-Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
+Real: TypeAlias = type[Backend]
 
 
 class RecordedTraffic(Traffic):
@@ -93,7 +89,8 @@ class FakeBackend:
         if not self._is_nccl:
             out[axis.index].copy_(x[axis.index])
         start = partial(self._start, "all_to_all", axis=axis)
-        return start(out, x) if self._real is SharedMemoryBackend else over_contiguous(out, x, start)
+        # Ranks that copy out of each other's memory take any strides.
+        return over_contiguous(out, x, start) if self.runs_by_itself else start(out, x)
 
     def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, *_: Counts) -> Wait:
         return self._start("all_to_all", out, x, axis)
@@ -113,11 +110,14 @@ class FakeBackend:
 
 
 def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
+    if real is TorchBackend:
+        return TorchBackend().link_bytes
+    from megazero.cpu.sockets import SocketBackend  # a plan for GPUs works without the annex `cpu`
+    from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
+
     if real is TwoLevelBackend and hosts is not None:
         return partial(link_bytes_between, hosts)
-    if real is SharedMemoryBackend:
-        return lambda *_: 0
-    return (TorchBackend() if real is TorchBackend else SocketBackend()).link_bytes
+    return SocketBackend().link_bytes if real is SocketBackend else lambda *_: 0
 
 
 def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Real, Hosts | None]:
@@ -129,8 +129,12 @@ def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bo
         per_node: ranks of a node, numbered consecutively.
         on_cuda: the run is on GPUs.
     """
-    hosts = None if on_cuda else hosts_of([str(rank // per_node) for rank in ranks], index)
-    return (TorchBackend if on_cuda else backend_between(hosts)), hosts
+    if on_cuda:
+        return TorchBackend, None
+    from megazero.cpu.transport import backend_between
+
+    hosts = hosts_of([str(rank // per_node) for rank in ranks], index)
+    return backend_between(hosts), hosts
 
 
 def make_fake(group: Group, backend: FakeBackend) -> None:

@@ -138,10 +138,8 @@ _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 @lru_cache(maxsize=64)
 def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
     """Return the actions of every pipeline rank, with its messages."""
-    placed, device = program(schedule), "cuda" if on_cuda else "cpu"
-    return tuple(
-        (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
-    )
+    placed, device, stages = program(schedule), "cuda" if on_cuda else "cpu", range(schedule.pp)
+    return tuple((steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in stages)
 
 
 #: Chunk, micro-batch, index of the unit in the chunk.
@@ -228,10 +226,9 @@ class _Walk:
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
         elements, kept = sum(map(sum, self._state.elements.values())), self._most_kept
-        found = RankMemory(
-            self._stage, kinds, away, peak, moment, counted, elements, kept, self._most_moved, self._again()
-        )
-        return found if self._schedule.pp == 1 else replace(found, name=f"pipeline rank {self._stage}")
+        about = elements, kept, self._most_moved, self._again()
+        name = "a rank" if self._schedule.pp == 1 else f"pipeline rank {self._stage}"
+        return RankMemory(self._stage, kinds, away, peak, moment, counted, *about, name)
 
     def _again(self) -> float:
         """Return the FLOPs that recomputation adds, as a fraction of those without it."""

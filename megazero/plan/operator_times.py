@@ -89,9 +89,8 @@ def product_of(operator: Operator) -> ProductShape | None:
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = inputs[0], inputs[1]
         return ProductShape(x.dtype, prod(x.shape[:-1]), weight.shape[0], x.shape[-1])
-    if name.startswith(
-        ("aten._grouped_mm.", "aten._scaled_grouped_mm.")
-    ):  # rows of one expert after another, or sums over the rows of each
+    if name.startswith(("aten._grouped_mm.", "aten._scaled_grouped_mm.")):
+        # The rows of one expert after another, or sums over the rows of each.
         a, b, of_each = inputs[0], inputs[1], operator.outputs[0].shape
         rows = a.shape[-1] // of_each[0] if len(of_each) == 3 else a.shape[-1]
         return ProductShape(a.dtype, of_each[-2], b.shape[-1], rows, prod(of_each[:-2]))

@@ -123,7 +123,7 @@ def search(
     own: ResolvedRun | None = None,
     space: Space | None = None,
     processes: int = 1,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> SearchResult:
     """Compare the shapes of a run with a fixed model and global batch.
@@ -134,7 +134,7 @@ def search(
         own: the run of the run file, if it is for as many ranks; computed even if `space` does not contain it.
         space: the values of each key; None for the values worth comparing.
         processes: how many processes compute.
-        say: called with a line of progress now and then.
+        report: called with a line of progress now and then.
         time_is_up: once this returns True, no further shape is computed.
     """
     cluster = judge.cluster
@@ -150,7 +150,7 @@ def search(
     counted = Counter(shapes=shapes, too_large=too_large, slower=0, computed=0, left_out=0)
     with computing(partial(_compute, run.config, judge), processes) as compute:
         looked = _Look(compute, bounds, space.options, capacity, counted)
-        looked.at(small, say, time_is_up)
+        looked.at(small, report, time_is_up)
         best = looked.best
         smallest = sorted(legal, key=states.__getitem__)
         if not best or not time_is_up():
@@ -259,7 +259,7 @@ class _Look:
         """The candidates that fit and whose time is known."""
         return [need for need in self.known.values() if need.seconds < inf and need.peak <= self.capacity]
 
-    def at(self, shapes: Sequence[ShapeChoice], say: Callable[[str], None], time_is_up: Callable[[], bool]) -> None:
+    def at(self, shapes: Sequence[ShapeChoice], report: Callable[[str], None], time_is_up: Callable[[], bool]) -> None:
         """Compute shapes in this order, except those that cannot be among the best."""
         waiting = list(shapes)
         while waiting:
@@ -278,7 +278,7 @@ class _Look:
             self.counted["computed"] += len(now)
             if best and now:
                 fastest = self.known[best[0]].seconds
-                say(f"{self.counted['computed']} shapes computed, the best takes {fastest:.3f} s: {best[0]}")
+                report(f"{self.counted['computed']} shapes computed, the best takes {fastest:.3f} s: {best[0]}")
 
     def all_options_of(self, choices: Iterable[ShapeChoice]) -> None:
         """Compute every memory option of these shapes, for the front; if nothing fits, for the least memory needed."""

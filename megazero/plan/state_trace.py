@@ -26,7 +26,7 @@ from megazero.config.derive import micro_batch_multiple
 from megazero.engine.gpt import Engine
 from megazero.engine.outline import schedule_factory_of
 from megazero.engine.step import sum_over_ranks
-from megazero.models.stages import cut_by_rank
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.axis import Traffic
 from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_files
 from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
@@ -156,13 +156,11 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
     placement = factory.placement(grid.pp, factory.chunks_of(run.config.parallel.virtual_stages))
     if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
         return rank
-    sizes = [
-        [
-            (len(layout.layers), sum(at < dense for at in layout.layers), layout.has_embedding, layout.has_head)
-            for layout in own
-        ]
-        for own in cut_by_rank(run.config.model, run.config.parallel.layout, placement)
-    ]
+
+    def size(layout: StageLayout) -> tuple[int, int, bool, bool]:
+        return len(layout.layers), sum(at < dense for at in layout.layers), layout.has_embedding, layout.has_head
+
+    sizes = [list(map(size, own)) for own in cut_by_rank(run.config.model, run.config.parallel.layout, placement)]
     for stage in range(1, at.pp):  # the first pipeline rank has the embedding
         first = grid.rank(replace(at, pp=stage))
         if sizes[stage] == sizes[at.pp] and ((rank - first) % per_node == 0 or grid.world_size <= per_node):

@@ -31,8 +31,7 @@ NAMES: Mapping[str, str] = LOOKS["meanings"]  # in words, what a rank does in a 
 
 def plan_text(plan: Plan) -> str:
     """Format a plan as text for a terminal."""
-    parts = [*_head(plan), "", *_memory(plan), "", *_step(plan), "", *_traffic(plan), "", *_run(plan)]
-    return "\n".join(parts)
+    return "\n".join([*_head(plan), "", *_memory(plan), "", *_step(plan), "", *_traffic(plan), "", *_run(plan)])
 
 
 def shape_text(plan: Plan) -> str:
@@ -138,10 +137,9 @@ def _run(plan: Plan) -> Iterator[str]:
         f"training waits {duration(saved.wait_seconds)}"
     )
     if lost is not None:
-        often = (
-            f"one every {duration(lost.mean_seconds)}: a checkpoint every {duration(lost.interval_seconds)} loses least"
-        )
-        yield (f"failures {often}, {lost.lost_share:.2%} of the time ({cost.days - cost.days_without:,.1f} days)")
+        often, every = duration(lost.mean_seconds), duration(lost.interval_seconds)
+        more = f"{lost.lost_share:.2%} of the time ({cost.days - cost.days_without:,.1f} days)"
+        yield f"failures one every {often}: a checkpoint every {every} loses least, {more}"
 
 
 def duration(seconds: float) -> str:
@@ -226,9 +224,8 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
         what = f"{len(done.ranks)} of {total:,} ranks ran a step"
     else:
         ran = "ran a step" if rank in done.ranks else "did not end its step"
-        what = (
-            f"rank {rank} of {total:,} {ran}, {counted(simulated, 'rank')} {'was' if simulated == 1 else 'were'} built"
-        )
+        were = "was" if simulated == 1 else "were"
+        what = f"rank {rank} of {total:,} {ran}, {counted(simulated, 'rank')} {were} built"
     lines = [f"dry run  {what}, in {done.seconds:.1f} s"]
     agree = "the ranks of every group start the same operations" if rank is None else "its engine is built and runs"
     lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]

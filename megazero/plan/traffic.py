@@ -53,14 +53,11 @@ def busiest_links(run: ResolvedRun, cluster: Cluster, traffic: Traffic) -> Traff
     links = links_of(run, cluster)
 
     def busiest(axis: str, operation: str, sent: Sent) -> int:
-        # in two-level collectives and in messages of the pipeline, the first rank is as busy as any
-        if (
-            sent.link_bytes
-            or axis == "pp"
-            or axis not in links
-            or not (link := link_of(links, axis, operation)).crosses
-        ):
+        # In two-level collectives and in messages of the pipeline, the first rank is as busy as any.
+        if sent.link_bytes or axis == "pp" or axis not in links:
             return sent.link_bytes
+        if not (link := link_of(links, axis, operation)).crosses:
+            return 0
         outside = link.ranks - (link.fewest or link.per_node)  # on other nodes than one of its ranks
         return sent.sent_bytes * outside // (link.ranks - 1) if operation == "all_to_all" else sent.sent_bytes
 

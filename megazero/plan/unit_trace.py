@@ -215,10 +215,8 @@ def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
     """Return the parameters in the order of their gradients, each with whether a weight-gradient pass computes it."""
-    passes = [
-        (passed, passed is trace.weight) for trace in traces for passed in (trace.backward, trace.weight) if passed
-    ]
-    names = ((span.parameter, is_weight_pass) for passed, is_weight_pass in passes for span in passed.spans)
+    passes = ((trace, passed) for trace in traces for passed in (trace.backward, trace.weight) if passed)
+    names = ((span.parameter, passed is trace.weight) for trace, passed in passes for span in passed.spans)
     return tuple(dict.fromkeys(name for name in names if name[0] not in ("", DY, ADDED)))
 
 
@@ -339,9 +337,8 @@ class _Bench:
             return Axis(name, ranks, traffic=traffic)
         per_node = self._key.per_node
         group = Group(None, torch.device("cpu"), 0.0, False, per_node, ())
-        make_fake(
-            group, FakeBackend(*real_backend(ranks, 0, per_node, on_cuda=self._key.on_cuda), Alone(), self._fills)
-        )
+        backend, hosts = real_backend(ranks, 0, per_node, on_cuda=self._key.on_cuda)
+        make_fake(group, FakeBackend(backend, hosts, Alone(), self._fills))
         return Axis(name, ranks, 0, group, traffic)
 
     def _fills(self, result: Tensor) -> None:
