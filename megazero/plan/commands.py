@@ -65,7 +65,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="Ranks; launch.nproc_per_node by default.")] = None,
     per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
     network: Annotated[
-        str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to 800, 1gbit to 100gbit.")
+        str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to roce800, 1gbit to 100gbit.")
     ] = "ib400",
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
     write: Annotated[Path | None, _FILE(help="With --search: write the run file of the best shape.")] = None,
