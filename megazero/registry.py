@@ -27,7 +27,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
     backend          (Axis, Group, gather) -> `Backend` of tensors on a type of device, as by "cpu"              comm
     messages         () -> `Messages` of a run on a type of device                                      comm
-    weight gathers   parameters of each bucket -> `WeightGathers` of a run on a type of device         zero
+    sharding plan    (`ShardingPlan` of a run on a type of device, world) -> another one               zero
     rank             ranks of this host -> None, before a rank on a type of device makes process groups    comm
     kernel           () -> a kernel that is faster on this machine than torch's, or None, by what it computes   layers
     name             what a script finds in a module of the trunk, by its full name                     megazero, pipe, zero

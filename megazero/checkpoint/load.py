@@ -44,6 +44,7 @@ from megazero.settings import listed
 from megazero.zero.bucket import Bucket
 from megazero.zero.sharding import Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
+from megazero.zero.storage import Extent
 
 READING = "reading"  # the folder of the markers of readers
 
@@ -247,7 +248,7 @@ class Read:
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
     """Return the ranks that hold the same elements of a bucket; None if only this rank holds them."""
     same = bucket.placement.shard if bucket.layout.first.spec.of_experts else at.dp_cp
-    axis = same if bucket.policy.zero_stage == 0 else bucket.placement.replica
+    axis = same if bucket.residency.state is Extent.WHOLE else bucket.placement.replica
     return axis if axis.size > 1 else None
 
 

@@ -6,7 +6,7 @@ mean of n          weight 1 / n after the n-th                  Source: torch.op
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,25 +18,20 @@ from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
 class WeightAverage:
     """The moving average of this rank's masters, fp32, stored where the optimizer's state is: device, host or file.
 
-    Args:
-        wait: waits until every bucket is updated whose update is deferred or still running.
-
     Attributes:
         arrays: the average of each bucket that trains.
         has_begun: the average holds weights, because it was updated or loaded.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], offload: StateMemory, wait: Callable[[], None]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], offload: StateMemory) -> None:
         trained = [bucket for bucket in buckets if bucket.layout.trains]
         self.arrays = {b: offload.allocate(b.residency.state_on, b.master.numel, torch.float32) for b in trained}
-        self.has_begun, self._wait = False, wait
+        self.has_begun = False
 
     def update(self, weight: float) -> None:
         """Move the average towards the masters by the fraction `weight` of their difference.  The first update copies
         them.
         """
-        if any(bucket.summed != bucket.owned for bucket in self.arrays):  # the others are stepped when a step returns
-            self._wait()
         weight = weight if self.has_begun else 1.0
         for master, average, start, stop in self._pieces():
             average.flush()

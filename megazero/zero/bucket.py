@@ -44,8 +44,6 @@ class Bucket:
         sums_whole: a step's gradients add up unsharded and are reduced at its end.
         gathers_weights: this rank updates a shard but holds the full weights, which are gathered after every step.
         landing: where reduced gradients arrive.
-        summed: the elements whose gradients are complete on this rank when reductions end: all owned ones, or fewer if
-            the bucket is updated later; see `WeightGathers.defer_steps`.
     """
 
     def __init__(self, layout: BucketLayout, memory: StateMemory, weights: Tensor | None = None) -> None:
@@ -56,7 +54,7 @@ class Bucket:
         self.residency = held = memory.residency(layout)
         own = layout.shard(self.placement.shard.index)
         self.counted = own if self.placement.replica.index == 0 else Interval(0, 0)
-        self.owned = self.summed = own if held.state is Extent.SHARD else layout.interval
+        self.owned = own if held.state is Extent.SHARD else layout.interval
         self.gather_axis = self.placement.gather or self.placement.shard
         self.holds_weights = held.weights is Extent.WHOLE
         self.sums_whole = layout.trains and held.gradients is Extent.WHOLE

@@ -50,6 +50,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_objects, largest, runs_by_itself
 from megazero.config.schema import ZeroConfig
 from megazero.parallel_state import Axis, ParallelState
+from megazero.registry import added
 from megazero.zero.sharding import BLOCK, BucketLayout, ParamInfo, ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import StateMemory
 from megazero.zero.units import ModelParts, UnitModule, check_parameters, logical_rows
@@ -311,6 +312,7 @@ class ShardingPlan:
         buffers: gather buffers of stage 3; None if no weights are gathered.
         prefetch_bytes: limit for the weights that stage 3 gathers ahead.
         memory: allocates the buckets, after it has been opened.
+        hides_gathers: gathers of updated weights overlap the next forward.
     """
 
     policy: ShardingPolicy
@@ -319,10 +321,17 @@ class ShardingPlan:
     buffers: BufferPlan | None
     prefetch_bytes: int
     memory: StateMemory
+    hides_gathers: bool
 
 
-def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> ShardingPlan:
+def plan_sharding(
+    parts: ModelParts, state: ParallelState, settings: ShardingSettings, *, may_hide: bool
+) -> ShardingPlan:
     """Plan the buckets of a model.  A collective call.
+
+    Args:
+        may_hide: gathers of updated weights may overlap the next forward.  They do if the network sends without this
+            rank's help.
 
     Raises:
         ValueError: on every rank: the configuration does not fit the model or this machine.
@@ -331,9 +340,15 @@ def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSet
     held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
     agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
     policy = settings.policy(state)
+    # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
+    axes = dict.fromkeys((param.placement or policy.placement).shard for param in described)
+    by_themselves = [runs_by_itself(axis) for axis in axes]
+    hides = may_hide and all(by_themselves)
     if zero.offload.optimizer == zero.offload.parameters == "none":
         sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
-        return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy))
+        plan = ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy), hides)
+        adapt = added("sharding plan").get(state.device_type)
+        return plan if adapt is None else adapt(plan, state.world)
     from megazero.zero.offload import Offload, give_cores, without_auto  # few runs need it
 
     elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
@@ -343,7 +358,7 @@ def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSet
     zero = zero.model_copy(update={"offload": offload})
     sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
     memory = Offload(offload, policy, layouts, moments)
-    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory)
+    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory, hides)
 
 
 def _plan_layouts(

@@ -74,8 +74,8 @@ class BucketGradients:
         borders = [0, *(at for share in self.shares for at in (share.start, share.stop)), self._numel]
         self._padding = [slice(*ends) for ends in zip(borders[::2], borders[1::2], strict=True) if ends[0] < ends[1]]
         # Of a bucket in several parts, each lands in elements of this rank's shard.
-        at = bucket.summed.start + part.start
-        self._lands = bucket.summed if self._numel == bucket.layout.padded_numel else Interval(at, at + part.size)
+        at = bucket.owned.start + part.start
+        self._lands = bucket.owned if self._numel == bucket.layout.padded_numel else Interval(at, at + part.size)
         self._use(None)
         self.begin_step()
 

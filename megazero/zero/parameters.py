@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.agreement import agree
-from megazero.comm.collectives import broadcast, runs_by_itself
+from megazero.comm.collectives import broadcast
 from megazero.comm.memory import StorageError
 from megazero.parallel_state import Axis, ParallelState
-from megazero.registry import added
 from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.bucket_plan import ShardingPlan
 from megazero.zero.gather import UnitGatherer
@@ -66,8 +65,8 @@ class ShardedParameters:
     """
 
     def __init__(self, parts: ModelParts, plan: ShardingPlan, state: ParallelState, gathering: Gathering) -> None:
-        self.policy, self.sizes, world = plan.policy, plan.sizes, state.world
-        self.memory = plan.memory
+        self.policy, self.sizes, self.memory = plan.policy, plan.sizes, plan.memory
+        self.hides_gathers, world = plan.hides_gathers, state.world
         agree(partial(plan.memory.open, state.rank), world, StorageError)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, plan, parts.ties), world, StorageError)
@@ -76,16 +75,9 @@ class ShardedParameters:
         self._bind({param.name: param.parameter for param in parts.described}, parts.units)
         slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots]
         places = {id(self.by_name[slot.info.name]): (bucket, slot) for bucket, slot in slots}
-        kind = "cpu" if self.policy.on_cpu else "cuda"
-        self.gathers: WeightGathers = added("weight gathers").get(kind, WeightGathers)(
+        self.gathers = WeightGathers(
             {bucket: [self.by_name[slot.info.name] for slot in bucket.layout.slots] for bucket in self.buckets}
         )
-        # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
-        axes = dict.fromkeys((param.placement or self.policy.placement).shard for param in parts.described)
-        by_themselves = [runs_by_itself(axis) for axis in axes]
-        self.hides_gathers = gathering.hides and all(by_themselves)
-        if gathering.hides:
-            self.gathers.defer_steps(self.buckets, self.sizes.elements, world, can=self.hides_gathers)
         if self.hides_gathers:
             self.gathers.attach(parts.units, places)
         self.gatherer: UnitGatherer | None = None

@@ -40,7 +40,7 @@ def reduction_queue(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
 def plan_reductions(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int) -> ReductionPlan:
     """Return how to reduce these buckets.  A collective call: every rank of an axis must take part."""
     way = cache(partial(_reduction, policy))
-    ways = {bucket: way(bucket.placement, bucket.summed == bucket.layout.interval) for bucket in buckets}
+    ways = {bucket: way(bucket.placement, bucket.owned == bucket.layout.interval) for bucket in buckets}
     # A sum over replicas starts when a reduction has ended.
     stays = all(bucket.master.location == "device" and bucket.placement.replica.size == 1 for bucket in buckets)
     axes = dict.fromkeys(way.axis for way in ways.values()) if stays else ()

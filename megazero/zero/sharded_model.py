@@ -53,7 +53,7 @@ class ShardedModel:
 
     def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
         self.state, self.ties, recipe = state, parts.ties, settings.recipe
-        plan = plan_sharding(parts, state, settings)
+        plan = plan_sharding(parts, state, settings, may_hide=self.gathering.hides)
         self.policy, self.parameters = plan.policy, ShardedParameters(parts, plan, state, self.gathering)
         buckets, memory = self.parameters.buckets, self.parameters.memory
         accumulation, bucket_bytes = Accumulation(settings.zero.reduce), plan.sizes.bucket_bytes
@@ -71,7 +71,7 @@ class ShardedModel:
         if settings.averages:
             from megazero.zero.average import WeightAverage  # which other runs do not load
 
-            self.average = WeightAverage(buckets, memory, self.parameters.gathers.wait)
+            self.average = WeightAverage(buckets, memory)
         self.sharded_state = ShardedState(self.parameters, self.optimizer, self.average)
         self.scaler: LossScaler | None = None
         if settings.precision.dtype == "fp16":
@@ -97,8 +97,7 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """Finish all reductions.
 
-        Afterwards `bucket.gradient` holds the step's gradients times `scale`: those of the interval `bucket.summed`, which
-        are this rank's shard, or all of the bucket where gradients are not sharded.
+        Afterwards `bucket.gradient` holds the gradients of the bucket's owned elements for this step, times `scale`.
         """
         self.reducer.finish()
         for add_up in self._last_sums:
@@ -119,8 +118,7 @@ class ShardedModel:
         """Unscale, clip to `max_norm` unless it is 0, update the weights and gather them.  Returns False if `norm` is
         not finite.
 
-        With `hides_gathers`, gathers are still running afterwards, and buckets of stage 0 may not be updated yet: see
-        `WeightGathers`.
+        With `hides_gathers`, gathers are still running afterwards: see `WeightGathers`.
 
         Raises:
             LossScaleError: on every rank: an overflow at the smallest loss scale.
@@ -159,7 +157,7 @@ class ShardedModel:
     def averaged(self) -> Iterator[None]:
         """A context in which the model has its averaged weights; afterwards it has its own again, bit for bit."""
         assert self.average is not None
-        self.parameters.gathers.wait()  # buckets may be unstepped
+        self.parameters.gathers.wait()  # refuses a half-finished update, which `load` would not
         self.load(self.average.swap, None)
         try:
             yield
@@ -180,7 +178,7 @@ class ShardedModel:
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
         """Return the optimizer's scalar state for each group, merged from all ranks.  A collective call."""
-        self.parameters.gathers.wait()  # buckets may not be updated yet
+        self.parameters.gathers.check()
         merged: dict[str, dict[str, float]] = {}
         for scalars in gather_objects(self.optimizer.scalars(), self.state.world):
             merged |= scalars

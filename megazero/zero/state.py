@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.sharding import Interval, intersect
+from megazero.zero.sharding import Interval
 from megazero.zero.storage import FlatArray
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ class ShardedState:
     ) -> None:
         self.parameters, self.optimizer, self.average = parameters, optimizer, average
         self.policy, self.buckets = parameters.policy, parameters.buckets
-        self._wait_for_step = parameters.gathers.wait  # before every read and write: buckets may not be updated yet
+        self._wait_for_gathers = (
+            parameters.gathers.wait
+        )  # before every access: a shard that is being sent must not change
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -61,19 +63,17 @@ class ShardedState:
         """Return owned elements of a bucket, 1-D: a view, or a copy if they are in a file.  `kind` may also be
         "gradient".
         """
-        self._wait_for_step()
+        self._wait_for_gathers()
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
                 raise RuntimeError("there is no gradient between the start of a step and its first backward")
-            if intersect(run, bucket.summed) != run:
-                raise RuntimeError("a rank has summed its shard of these gradients alone; read elements that it counts")
             return bucket.owned_part(bucket.gradient, run)
         array = self._array(kind, bucket)
         return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
     def memory(self, kind: str, bucket: Bucket, run: Interval) -> Tensor | None:
         """Return a view of the elements for overwriting; None if they are in a file or do not exist yet."""
-        self._wait_for_step()
+        self._wait_for_gathers()
         array = self._array(kind, bucket)
         if array is None:
             return self.optimizer.memory(kind, bucket, run)
@@ -82,7 +82,7 @@ class ShardedState:
 
     def write(self, kind: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
         """Overwrite elements `run` of one kind of state in a bucket."""
-        self._wait_for_step()
+        self._wait_for_gathers()
         array = self._array(kind, bucket)
         if array is None:
             self.optimizer.write(kind, bucket, run, values)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # 0.1 ms.
 CALL_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 
-#: Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it.
-Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
+#: Called with a bucket when its weight shard is complete.
+Stepped: TypeAlias = Callable[[Bucket], None]
 
 
 class Stepper:
@@ -61,12 +61,32 @@ class Stepper:
 
         Args:
             stepped: called with each bucket when its weight shard is complete, in the same order on all ranks that
-                share buckets.  A bucket of which this rank has only some of the gradients is passed together with the
-                function that updates it when they are complete.
+                share buckets.
         """
         optimizer = self._optimizer
         optimizer.steps_taken += 1
         self._groups_before = [dict(group) for group in optimizer.groups]
+        self._prepare(factor)
+        update = partial(self._update, None if factor == 1.0 else 1.0 / factor)
+        copies = _WeightCopies(stepped or (lambda _: None))
+        for bucket, parts in (self._one_call if stepped is None else self._calls).items():
+            if parts:
+                update(parts)
+            copies.start(bucket)
+        if self._file is not None:
+            self._file.step(update, optimizer.torch_optimizer)
+            for bucket in self._in_file:
+                copies.start(bucket)
+        if self._matrices is not None:
+            for bucket in self._matrices.finish(optimizer):
+                copies.start(bucket)
+        copies.finish_all_but(0)
+
+    def _prepare(self, factor: float) -> None:
+        """Finish earlier copies from the host, start to send matrices to their owners, and scale the gradients unless
+        the optimizer's kernel will.
+        """
+        optimizer = self._optimizer
         for bucket in optimizer.parts:
             if bucket.master.location == "host":  # because it is updated in place
                 bucket.master.flush()
@@ -76,34 +96,6 @@ class Stepper:
         if factor != 1.0 and not optimizer.scales_inside:
             for bucket in self._elementwise:
                 bucket.gradient.mul_(factor)
-        update = partial(self._update, None if factor == 1.0 else 1.0 / factor)
-        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # each with the wait for its weight shard
-
-        def finish_all_but(count: int) -> None:
-            while len(copying) > count:
-                bucket, wait = copying.popleft()
-                wait()
-                if stepped is not None:
-                    stepped(bucket, None)
-
-        for bucket, parts in (self._one_call if stepped is None else self._calls).items():
-            if bucket.summed != bucket.owned and stepped is not None:
-                finish_all_but(0)
-                stepped(bucket, partial(self._update_deferred, update, bucket, parts))
-                continue
-            if parts:
-                update(parts)
-            copying.append((bucket, _start_copy(bucket)))
-            # the next bucket is updated while the last is copied
-            finish_all_but(1 if "host" in (bucket.master.location, bucket.weight_shard.location) else 0)
-        if self._file is not None:
-            self._file.step(update, optimizer.torch_optimizer)
-            copying.extend((bucket, lambda: None) for bucket in self._in_file)
-        if self._matrices is not None:
-            for bucket in self._matrices.finish(optimizer):
-                copying.append((bucket, _start_copy(bucket)))
-                finish_all_but(1 if bucket.master.location == "host" else 0)
-        finish_all_but(0)
 
     def _update(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Update some parts.  A fused kernel divides their gradients by `scale`.
@@ -132,19 +124,6 @@ class Stepper:
         for number, group in own.items():
             groups[number].update(group, params=groups[number]["params"])
 
-    def _update_deferred(self, update: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Update a bucket whose gradients arrived late, with the groups' settings at the start of the last step.
-        Settings that have changed since then stay.
-        """
-        groups = self._optimizer.groups
-        found, nothing = [dict(group) for group in groups], object()
-        # An evaluation may be waiting: tensors created in its inference mode could not be updated later.
-        with torch.inference_mode(False):
-            update(parts)
-        for group, values, before in zip(groups, found, self._groups_before, strict=True):
-            group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
-        _start_copy(bucket)()
-
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the buffers for state in a file and for matrices."""
         sizes = {} if self._file is None else {"optimizer_buffers on host": self._file.nbytes}
@@ -154,15 +133,14 @@ class Stepper:
 def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Bucket, list[Part]]:
     """Return which parts to update at the turn of each bucket that is not in a file.
 
-    Adjacent buckets on the device that have all their gradients share calls of at most `most` elements, at the turn of
-    the first of them.
+    Adjacent buckets on the device share calls of at most `most` elements, at the turn of the first of them.
     """
     calls, call, room = dict[Bucket, list[Part]](), list[Part](), 0.0
     for bucket, own in parts.items():
         if bucket.master.location == "file":
             continue
         elements = sum(part.run.size for part in own)
-        is_shared = bucket.master.location == "device" and bucket.summed == bucket.owned
+        is_shared = bucket.master.location == "device"
         if not is_shared or elements > room:
             call, room = [], most if is_shared else 0.0
             calls[bucket] = call
@@ -173,9 +151,32 @@ def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Buck
     return calls
 
 
+class _WeightCopies:
+    """Copies of new master weights to the weight shards.  While the host takes part in one, the next bucket is updated.
+
+    Args:
+        stepped: called with each bucket when its copy has ended.
+    """
+
+    def __init__(self, stepped: Stepped) -> None:
+        self._stepped, self._running = stepped, deque[tuple[Bucket, Callable[[], object]]]()  # each with its wait
+
+    def start(self, bucket: Bucket) -> None:
+        """Start the copy of an updated bucket, and finish the copies before it."""
+        self._running.append((bucket, _start_copy(bucket)))
+        self.finish_all_but(1 if "host" in (bucket.master.location, bucket.weight_shard.location) else 0)
+
+    def finish_all_but(self, count: int) -> None:
+        """Wait for the oldest copies until at most `count` are running."""
+        while len(self._running) > count:
+            bucket, wait = self._running.popleft()
+            wait()
+            self._stepped(bucket)
+
+
 def _start_copy(bucket: Bucket) -> Callable[[], object]:
-    """Start to copy new master weights to the weight shard, unless they are the same memory.  Returns the wait for the
-    copy.
+    """Start to copy a bucket's master weights to its weight shard, and return the wait for the copy.  No-op if they are the
+    same memory, or in a file, where `FileStepper` has written both.
     """
     tensor, weights, copier = bucket.master.tensor, bucket.weight_shard, bucket.policy.copier
     if bucket.master is weights or tensor is None:

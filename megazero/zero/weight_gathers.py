@@ -23,7 +23,6 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
-from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.sharding import Slot
 from megazero.zero.units import UnitModule
@@ -57,19 +56,6 @@ class WeightGathers:
         self._broken: RuntimeError | None = None  # why weights are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
 
-    def defer_steps(self, buckets: Sequence[Bucket], bucket_elements: int, world: Axis, *, can: bool) -> None:
-        """Choose the buckets that are updated only when a forward needs them: here, none.  All ranks of the world must
-        call this.
-
-        Args:
-            bucket_elements: the desired size of buckets, in elements.
-            can: whether gathers may run behind the next forward of this rank.
-        """
-
-    def arrives(self, bucket: Bucket) -> bool:
-        """Whether a forward has to wait for this bucket."""
-        return bucket.gathers_weights
-
     def attach(self, units: Sequence[UnitModule], places: Mapping[int, tuple[Bucket, Slot]]) -> None:
         """Let every unit, or each of its readers, wait for its weights before its forward.
 
@@ -80,7 +66,7 @@ class WeightGathers:
             of_unit = dict[Bucket, None]()
             for reader, parameters in unit.reads():
                 every = dict.fromkeys(places[id(parameter)][0] for parameter in parameters)
-                buckets = [bucket for bucket in every if self.arrives(bucket)]
+                buckets = [bucket for bucket in every if bucket.gathers_weights]
                 of_unit |= dict.fromkeys(buckets)
                 if buckets:  # functions, not methods: a copy of the module must not copy `self`
                     self._hooks.append(reader.register_forward_pre_hook(lambda *_, own=buckets: self.wait_for(own)))
@@ -94,21 +80,15 @@ class WeightGathers:
             hook.remove()
         self._hooks.clear()
 
-    def start(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
-        """Start the all-gather of a bucket after this rank has updated its shard.  No-op if the bucket is not sharded.
-
-        Args:
-            step: updates a bucket of which this rank does not have all gradients yet; to be called once, when it has
-                them all.
-        """
-        assert step is None  # `defer_steps` chose no such bucket
+    def start(self, bucket: Bucket) -> None:
+        """Start the all-gather of a bucket after this rank has updated its shard.  No-op if the bucket is not sharded."""
         if bucket.gathers_weights:
             mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
             self._under_way[bucket] = all_gather(bucket.weights, mine, bucket.placement.shard)
 
-    def start_behind_forward(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
-        """Start to gather an updated bucket for the next forward.  For `step` see `start`."""
-        self.start(bucket, step)
+    def start_behind_forward(self, bucket: Bucket) -> None:
+        """Start to gather an updated bucket for the next forward."""
+        self.start(bucket)
         if self.gatherer is not None:
             self.gatherer.start_first(bucket)
 
@@ -146,20 +126,12 @@ class WeightGathers:
         try:
             for bucket in buckets:
                 if bucket in self._under_way:
-                    self.finish(bucket)
+                    self._under_way[bucket].wait()
                     del self._under_way[bucket]  # only now: after an interrupt, the next reader still has to wait
         except RuntimeError as error:
-            self.forget()
+            self._under_way.clear()
             self._broken = self._broken or error
             raise
-
-    def finish(self, bucket: Bucket) -> None:
-        """Wait for the gather of a bucket."""
-        self._under_way[bucket].wait()
-
-    def forget(self) -> None:
-        """Drop all running gathers."""
-        self._under_way.clear()
 
     def wait(self) -> None:
         """Wait until all weights have arrived."""
@@ -187,7 +159,7 @@ class WeightGathers:
         """Context that overwrites all weights, so an earlier failed update no longer matters."""
         for gather in self._under_way.values():
             gather.wait()
-        self.forget()
+        self._under_way.clear()
         with self.changing("loading a checkpoint"):
             self._broken = None
             yield

@@ -19,14 +19,13 @@ from megazero.checkpoint import load
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.memory import Copier
 from megazero.config import ResolvedRun
-from megazero.cpu.deferred_steps import DeferredSteps
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
 from megazero.zero.reductions import ReductionQueue
-from megazero.zero.weight_gathers import HalfSteppedError
+from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 
 PLACES = [
     (Copier, "start"),
@@ -142,7 +141,7 @@ class _Interrupts:
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
         if self.world > 1:
-            if frame.f_code is DeferredSteps.start.__code__:
+            if frame.f_code is WeightGathers.start.__code__:
                 self._come()
             return None
         path = Path(frame.f_code.co_filename)
@@ -252,6 +251,5 @@ def _broken_off_loads(rank: int, runs: list[ResolvedRun], folder: Path) -> None:
 
 
 def test_a_load_that_is_refused_changes_nothing_and_what_one_that_breaks_off_leaves_is_not_seen(tmp_path: Path) -> None:
-    """Between hosts stage 0 steps what a forward needs first behind the update."""
     runs = [run_of(2, model=LLAMA, zero={"stage": stage, "bucket_bytes": 4096}) for stage in (0, 1, 3)]
     run_world(2, _broken_off_loads, runs, tmp_path, timeout=120)
