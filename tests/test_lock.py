@@ -167,8 +167,8 @@ def test_a_lock_file_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path:
     files.make()
     files.write("00000003.json", content)
     second = DirectoryLock(LocalFolder(tmp_path))
-    while second.try_to_take() is not None:
-        pass
+    while (owner := second.try_to_take()) is not None:
+        assert f"lock file {files}/00000003.json cannot be parsed" in str(owner)
     assert files.files() == ["00000004.json"]
 
 

@@ -222,6 +222,12 @@ class Folder(ABC):
         with self._stream(name) as file:
             return file.read()
 
+    def read_if_there(self, name: str) -> bytes:
+        """Read a whole file; b"" if it does not exist."""
+        with suppress(FileNotFoundError):
+            return self.read(name)
+        return b""
+
     def hash(self, name: str) -> str:
         """Compute the xxh3-128 of a file.  Raises: FileNotFoundError."""
         digest = xxhash.xxh3_128()
@@ -314,7 +320,7 @@ class LocalFolder(Folder):
             except BaseException:  # such as of a full disk
                 (self.path / name).unlink(missing_ok=True)
                 raise
-        return self.read(name) == data
+        return self.read_if_there(name) == data  # it may have been removed since
 
     def open(self, name: str) -> ReadBytes:
         path = self.path / name
@@ -464,7 +470,7 @@ class RemoteFolder(Folder):
     def create_new(self, name: str, data: bytes) -> bool:
         with suppress(FileExistsError):  # also where a repeated request finds what the first one wrote
             self.system.pipe_file(self._at(name), data, mode="create")
-        return self.read(name) == data
+        return self.read_if_there(name) == data  # it may have been removed since
 
     def open(self, name: str) -> ReadBytes:
         path = self._at(name)

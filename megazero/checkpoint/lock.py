@@ -1,7 +1,7 @@
 """One owner for each directory that a run writes, by a lock file with a heartbeat.
 
     owner/00000007.json     the lock: run, process, host, since when; created once, never replaced
-    owner/00000007.beat     a count that the owner increments every 10 s while it runs; "released" after its end
+    owner/00000007.beat     a time that the owner writes every 10 s while it runs; "released" after its end
 
 A process takes the lock by creating the file of the next number, which only one process can do.  It then removes the
 file of the previous owner.  Before it writes anything, every process of a run checks whether the run's lock file is
@@ -10,7 +10,7 @@ still there (`HeldLock`).  If there is no lock file at all, someone has removed 
 A lock is taken over only from an owner that has ended.  If the owner ran on this host, its process must be gone.
 Otherwise the elastic launcher that started it must belong to this run as well, or its heartbeat must not change for
 `GONE_LOOKS` looks, one per second.  Looks are counted instead of seconds because the owner cannot write its heartbeat
-either while the storage does not answer.  The clocks of two hosts are never compared.
+either while the storage does not answer.  Clocks of two hosts are never compared: a heartbeat only has to change.
 
 The package `filelock` does not fit: its locks are for paths, not for object stores.  On some mounts of Lustre, NFS and
 FUSE, `flock` locks only within one host, without notice.  Its `SoftFileLease` regards a process in another container
@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -45,29 +45,25 @@ HEARTBEAT_SECONDS = 10.0  # time between two heartbeats
 GONE_SECONDS = 60.0  # an owner without a heartbeat for this long has ended
 LOOK_SECONDS = 1.0  # time between two looks at the heartbeat of an owner on another host
 GONE_LOOKS = int(GONE_SECONDS / LOOK_SECONDS)
-_APPEARS_SECONDS = 5.0  # a shared file system may show a new file a moment late
-_ANSWER_SECONDS = 10.0  # a step waits so long, once, for the first answer after this process was frozen
+_ANSWER_SECONDS = 5.0  # wait so long for a new file to appear, and for the first answer after this process was frozen
 _RELEASED = b"released\n"
 _LOCK_FILE = re.compile(r"\d{8}\.json")
-_OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # `.by` is of earlier releases
+_OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # earlier releases wrote `.by`
 
 
 @dataclass(frozen=True)
 class Owner:
     """The owner of a lock."""
 
-    run: str = "unknown"
-    host: str = "an unknown host"
-    pid: int = 0
+    run: str
+    host: str = ""
+    pid: int = 0  # 0 for a lock file that cannot be parsed, which `run` then describes
     process: str = ""  # see `process_identity`
-    since: str = "an unknown time"  # a date, for people
+    since: str = ""  # a date, for people
     launchers: Sequence[str] = ()  # hashes of the identities of the elastic launchers of all ranks
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})"
-
-
-_UNKNOWN = Owner()  # of a lock file that is incomplete, or from another version
+        return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})" if self.pid else self.run
 
 
 def process_identity(pid: int) -> str:
@@ -89,11 +85,10 @@ def has_ended(identity: str) -> bool | None:
         kernel, pid, _ = identity.rsplit(" ", 2)
         if kernel != _kernel():
             return None
-        os.kill(int(pid), 0)
+        with suppress(PermissionError):  # it runs, as another user
+            os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it runs, as another user
-        pass
     except (OSError, ValueError):
         return None
     return process_identity(int(pid)) not in ("", identity)
@@ -103,8 +98,8 @@ def has_ended(identity: str) -> bool | None:
 class HeldLock:
     """A lock that a run has taken, as seen by each process of the run."""
 
-    folder: Folder
-    name: str  # of the lock file, in `owner`
+    files: Folder  # `owner` in the folder that is locked
+    name: str
     content: bytes
 
     def check(self) -> None:
@@ -113,14 +108,13 @@ class HeldLock:
         Raises: OwnerError: another owner has taken the lock.
         """
         # The owner may create its file again between the first two looks.
-        files = _files_of(self.folder)
-        if not (self.is_there() or not (names := _lock_files(files)) or self.is_there()):
-            by = _newest(files, names)[1]
-            raise OwnerError(f"this run has lost {self.folder} to {by}; it ends without writing anything more")
+        if not (self.is_there() or not (names := _lock_files(self.files)) or self.is_there()):
+            by = _newest(self.files, names)[1]
+            raise OwnerError(f"this run has lost {self.files.parent} to {by}; it ends without writing anything more")
 
     def is_there(self) -> bool:
         """Whether the lock file exists.  Raises: OSError: the storage does not answer."""
-        return _read(_files_of(self.folder), self.name) == self.content
+        return self.files.read_if_there(self.name) == self.content
 
 
 class DirectoryLock:
@@ -132,14 +126,14 @@ class DirectoryLock:
     """
 
     def __init__(self, folder: Folder, launchers: Iterable[str] = ()) -> None:
-        self.folder, self._files = folder, _files_of(folder)
+        self.folder, self._files = folder, folder.child("owner")
         self.held: HeldLock | None = None  # set once the lock is taken
         self.taken_from: Owner | None = None  # the previous owner, if it ended without releasing the folder
         since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
         identity, run = process_identity(pid), uuid.uuid4().hex[:12]
         self._owner = Owner(run, socket.gethostname(), pid, identity, since, sorted(launchers))
-        self._beats = 0
-        self._looks: Counter[tuple[str, bytes]] = Counter()  # by lock file and heartbeat of an owner on another host
+        # For each lock file of an owner on another host, how often each of its heartbeats was seen.
+        self._looks: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
 
     def look(self) -> None:
         """Check that no owner is known to run on this host.  Raises: OwnerError."""
@@ -159,25 +153,20 @@ class DirectoryLock:
             if (owner := self._owner_among(names)) is not None:
                 return owner
             number = 1 + max((int(name[:8]) for name in names), default=0)
-            lock = HeldLock(self.folder, f"{number:08d}.json", to_json(asdict(self._owner)))
-            if self._create(lock):
-                self.held = lock
+            if self._create(HeldLock(self._files, f"{number:08d}.json", to_json(asdict(self._owner)))):
                 return None
 
     def _create(self, lock: HeldLock) -> bool:
-        """Create a lock file and remove older ones.  Return whether it is the newest."""
+        """Create a lock file and remove older ones.  Return whether it is the newest, which this process then holds."""
         self._files.make()
-        try:
-            if not self._files.create_new(lock.name, lock.content):
-                return False  # another process created it first
-        except FileNotFoundError:
-            if not _lock_files(self._files):
-                raise  # there is no such bucket; otherwise a later owner has removed the file again
+        if not self._files.create_new(lock.name, lock.content):
+            return False  # another process created it first, or a later owner has removed it
         if _lock_files(self._files)[-1:] != [lock.name]:
             self._files.remove(lock.name)  # several owners have taken the lock since this process looked
             return False
         own = filter(_OWN_FILE.fullmatch, self._files.files())
         self._files.remove(*(name for name in own if name[:8] < lock.name[:8]))
+        self.held = lock
         return True
 
     def _owner_among(self, names: Sequence[str]) -> Owner | None:
@@ -185,24 +174,24 @@ class DirectoryLock:
         if not names:
             return None
         name, owner = _newest(self._files, names)
-        beat = _read(self._files, _heartbeat_of(name))
-        self.taken_from = None if beat == _RELEASED or owner is _UNKNOWN else owner
-        is_restart = not set(owner.launchers).isdisjoint(self._owner.launchers)
-        ended = beat == _RELEASED or has_ended(owner.process)
-        if ended is None and not is_restart:
-            self._looks[name, beat] += 1
-            is_alive = len([seen for seen, _ in self._looks if seen == name]) > 1
-            ended = False if is_alive else self._looks[name, beat] > GONE_LOOKS or None
+        heartbeat = self._files.read_if_there(f"{name[:8]}.beat")
+        self.taken_from = owner if owner.pid and heartbeat != _RELEASED else None
+        ended = heartbeat == _RELEASED or has_ended(owner.process)
+        if ended is None and set(owner.launchers) & set(self._owner.launchers):
+            ended = True  # this is a restart by the same launcher, which has ended the earlier ranks
+        if ended is None:
+            self._looks[name][heartbeat] += 1
+            is_running = len(self._looks[name]) > 1
+            ended = False if is_running else self._looks[name][heartbeat] > GONE_LOOKS or None
         if ended is False:
             raise OwnerError(
                 f"{self.folder} belongs to a run that is still running: {owner}. Nothing was changed. Stop that run "
                 "first, or give this one directories of its own (training.run_dir, checkpoint.directory)"
             )
-        return None if ended or is_restart else owner
+        return None if ended else owner
 
     def heartbeat(self) -> bool:
-        """Increment the count that shows that the owner is running.  Return False if its lock file had to be created
-        again.
+        """Show that the owner is running.  Return False if its lock file had to be created again.
 
         Raises: OwnerError: another run has taken the lock.  OSError: the storage fails.
         """
@@ -211,15 +200,14 @@ class DirectoryLock:
             self.held.check()
             if not self._create(self.held):
                 self.held.check()
-        self._beats += 1
-        self._files.write(_heartbeat_of(self.held.name), f"{self._beats}\n".encode())
+        self._files.write(f"{self.held.name[:8]}.beat", f"{time.time_ns()}\n".encode())
         return was_there
 
     def release(self) -> None:
         """Let the next run take the folder at once.  Never raises."""
         with suppress(OSError):
             if self.held is not None and self.held.is_there():
-                self._files.write(_heartbeat_of(self.held.name), _RELEASED)
+                self._files.write(f"{self.held.name[:8]}.beat", _RELEASED)
 
 
 def checkpoints_of(config: RunConfig) -> Folder:
@@ -252,9 +240,10 @@ class Ownership:
         self._config, self._state, self._say, self._wants_stop = config, state, say, wants_stop
         self._locks: list[DirectoryLock] = []  # on rank 0; the last one is that of `root`
         self._error: OwnerError | None = None
-        self._thread = threading.Thread(target=self._keep, name="lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="lock", daemon=True)
         self._over = threading.Event()
-        self._looked = self._waited = 0.0  # when the last look at the locks began; for which one a step has waited
+        # When the last look at the locks began, and the look after which a step has waited for the next.
+        self._looked, self._waited = _now(), 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -263,14 +252,13 @@ class Ownership:
             self.__exit__()
             raise
         if self._locks:
-            self._looked = _now()
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(_APPEARS_SECONDS)
+            self._thread.join(_ANSWER_SECONDS)
         for lock in self._locks:
             lock.release()
 
@@ -279,7 +267,7 @@ class Ownership:
         if self._locks and self._is_old() and self._looked != self._waited:
             # the process may have been frozen until now; or a request hangs: then wait once
             self._waited = self._looked
-            self._await_look()
+            _within(_ANSWER_SECONDS, lambda: self._error is not None or not self._is_old())
         if self._error is not None:
             raise self._error
 
@@ -287,32 +275,26 @@ class Ownership:
         """Whether another run may have taken a lock since this one last looked."""
         return _now() - self._looked > GONE_SECONDS
 
-    def _await_look(self) -> None:
-        end = time.monotonic() + _ANSWER_SECONDS
-        while self._error is None and self._is_old() and time.monotonic() < end:
-            time.sleep(0.01)
-
     def _take(self) -> None:
         """Take the locks, and make sure that all ranks see that of `root`."""
         world, run_dir = self._state.world, self._config.training.run_dir
         own, root = agree(lambda: (folder_at(run_dir), checkpoints_of(self._config)), world, CheckpointError)
-        by_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        launcher = process_identity(os.getppid()) if by_launcher else ""
+        launcher = process_identity(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else ""
         launchers = {*gather_objects(launcher and xxhash.xxh3_64_hexdigest(launcher.encode()), world)} - {""}
         if self._state.rank == 0:
             paths = [str(at.path.resolve() if isinstance(at, LocalFolder) else at) for at in (own, root)]
             self._locks = [DirectoryLock(at, launchers) for at in dict(zip(paths, (own, root), strict=True)).values()]
-        is_told = False
+        has_said = False
         while waits_for := on_first(self._try_to_take, world, CheckpointError):
-            if not is_told:
+            if not has_said:
                 self._say(f"{waits_for}; waiting about {GONE_SECONDS:.0f} s to see whether it still runs")
-            is_told = True
+            has_said = True
             if any(gather_objects(self._wants_stop(), world)):
                 raise OwnerError(f"{waits_for}; this run was asked to stop before it knew whether that one still runs")
             time.sleep(LOOK_SECONDS)
         held = on_first(lambda: self._locks[-1].held, world, CheckpointError)
         assert held is not None
-        lock = replace(held, folder=root)
+        lock = replace(held, files=root.child("owner"))
         _check_shared(lock, self._state)
         self.root = root.locked(lock.check)
 
@@ -326,19 +308,18 @@ class Ownership:
                     return f"{lock.folder} belongs to {owner}"
                 elif lock.taken_from is not None:
                     self._say(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
-        except FileNotFoundError as error:
-            hint = "correct training.run_dir or checkpoint.directory, or make the bucket"
-            raise CheckpointError(f"{lock.folder} cannot be made ({error}); {hint}") from error
         except OSError as error:
-            raise CheckpointError(f"{lock.folder} cannot be written ({error})") from error
+            hint = "correct training.run_dir or checkpoint.directory, or make the bucket"
+            raise CheckpointError(f"{lock.folder} cannot be written ({error}); {hint}") from error
         return ""
 
-    def _keep(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats until the run ends, the next at once after the process was frozen.  The thread's target."""
         while self._error is None and not self._over.wait(min(1.0, HEARTBEAT_SECONDS)):
             if (began := _now()) - self._looked >= HEARTBEAT_SECONDS:
                 for lock in self._locks:
-                    self._heartbeat(lock)
+                    with suppress(Exception):  # the storage does not answer: whatever is written there looks again
+                        self._heartbeat(lock)
                 self._looked = began
 
     def _heartbeat(self, lock: DirectoryLock) -> None:
@@ -347,8 +328,6 @@ class Ownership:
                 self._say(f"{lock.folder}: the lock file of this run had been removed or moved away; made again")
         except OwnerError as error:
             self._error = error
-        except Exception:  # the storage does not answer: whatever is written there looks again
-            return
 
 
 def _now() -> float:
@@ -358,27 +337,24 @@ def _now() -> float:
 
 def _check_shared(lock: HeldLock, state: ParallelState) -> None:
     """Make sure that every rank sees the lock file of rank 0.  Raises: CheckpointError naming those that do not."""
-    seen = gather_objects((_appears(lock), socket.gethostname()), state.world)
+    seen = gather_objects((_within(_ANSWER_SECONDS, lock.is_there), socket.gethostname()), state.world)
     if blind := [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]:
         raise CheckpointError(
-            f"{listed(blind)} cannot see what rank 0 on {seen[0][1]} writes in {lock.folder}: checkpoints need a directory "
-            "that all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
+            f"{listed(blind)} cannot see what rank 0 on {seen[0][1]} writes in {lock.files.parent}: checkpoints need a "
+            "directory that all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
         )
 
 
-def _appears(lock: HeldLock) -> bool:
-    end = time.monotonic() + _APPEARS_SECONDS
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, at most so long.  Return whether it does; False if only the storage failed."""
+    end = time.monotonic() + seconds
     while True:
         with suppress(OSError):
-            if lock.is_there():
+            if condition():
                 return True
         if time.monotonic() > end:
             return False
-        time.sleep(0.05)
-
-
-def _files_of(folder: Folder) -> Folder:
-    return folder.child("owner")
+        time.sleep(0.01)
 
 
 def _lock_files(files: Folder) -> list[str]:
@@ -387,24 +363,12 @@ def _lock_files(files: Folder) -> list[str]:
 
 def _newest(files: Folder, names: Sequence[str]) -> tuple[str, Owner]:
     """Return the newest of some lock files, and its owner.  A file that cannot be parsed does not hide an older one."""
-    found = [(name, _parsed(_read(files, name))) for name in reversed(names)]
-    return next((entry for entry in found if entry[1] is not _UNKNOWN), found[0])
+    found = [(name, _owner_in(files, name)) for name in reversed(names)]
+    return next((entry for entry in found if entry[1].pid), found[0])
 
 
-def _heartbeat_of(name: str) -> str:
-    return name.removesuffix(".json") + ".beat"
-
-
-def _read(files: Folder, name: str) -> bytes:
-    try:
-        return files.read(name)
-    except FileNotFoundError:
-        return b""
-
-
-def _parsed(content: bytes) -> Owner:
-    try:
-        owner = Owner(**parse_json(content))
+def _owner_in(files: Folder, name: str) -> Owner:
+    with suppress(ValueError, TypeError):
+        owner = Owner(**parse_json(files.read_if_there(name)))
         return replace(owner, launchers=sorted({*owner.launchers}))
-    except (ValueError, TypeError):
-        return _UNKNOWN
+    return Owner(f"an unknown run, whose lock file {files}/{name} cannot be parsed")

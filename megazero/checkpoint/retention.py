@@ -158,7 +158,7 @@ class Pruner:
         for marker in markers.files():
             if marker.partition(".")[0] != folder.name:
                 continue
-            gone = has_ended(_read_marker(markers, marker))
+            gone = has_ended(markers.read_if_there(marker).decode(errors="replace"))
             first = self._seen.setdefault(marker, self._clock())
             if gone or (gone is None and self._clock() - first > _MARKER_SECONDS):
                 with suppress(OSError):  # another user's directory: it stays, but does not count any more
@@ -166,12 +166,6 @@ class Pruner:
             else:
                 is_read = True
         return is_read
-
-
-def _read_marker(markers: Folder, marker: str) -> str:
-    with suppress(FileNotFoundError):  # its reader has finished
-        return markers.read(marker).decode(errors="replace")
-    return ""
 
 
 def _is_ours(folder: Folder) -> bool:

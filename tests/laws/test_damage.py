@@ -242,7 +242,7 @@ def _apart(rank: int, root: Path) -> str:
 def test_ranks_that_share_no_disk_are_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megazero.checkpoint.lock._APPEARS_SECONDS", 0.2)
+    monkeypatch.setattr("megazero.checkpoint.lock._ANSWER_SECONDS", 0.2)
     for text in run_world(2, _apart, tmp_path):
         assert "rank 1 on " in text
         assert "cannot see what rank 0 on " in text

@@ -186,7 +186,7 @@ def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
 
     with owner:
         monkeypatch.setattr(LocalFolder, "read", refuse)
-        monkeypatch.setattr(owner, "_await_look", lambda: pytest.fail("a step waits"))
+        monkeypatch.setattr(locks, "_within", lambda *_: pytest.fail("a step waits"))
         for _ in range(5):
             now[0] += 50
             while asked.acquire(blocking=False):  # what the thread asked before
@@ -202,11 +202,11 @@ def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatc
     monkeypatch.setattr(locks, "_ANSWER_SECONDS", 0.01)
     owner, now = _ownership(tmp_path, monkeypatch)
     read, hangs, goes_on = LocalFolder.read, threading.Event(), threading.Event()
-    wait, waits = owner._await_look, []
+    wait, waits = locks._within, []
 
-    def count() -> None:
+    def count(seconds: float, condition: Callable[[], bool]) -> bool:
         waits.append(1)
-        wait()
+        return wait(seconds, condition)
 
     def hang(folder: LocalFolder, name: str) -> bytes:
         hangs.set()
@@ -214,7 +214,7 @@ def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatc
         return read(folder, name)
 
     with owner:
-        monkeypatch.setattr(owner, "_await_look", count)
+        monkeypatch.setattr(locks, "_within", count)
         monkeypatch.setattr(LocalFolder, "read", hang)
         assert hangs.wait(30)
         for _ in range(5):
