@@ -21,7 +21,7 @@ from megazero.layers.attention_kernels import SlidingWindow, attention
 from megazero.layers.capped_attention import CappedAttention
 from megazero.layers.context_attention import KernelWindow
 from megazero.layers.counter_rng import Dropout, dropout_key
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
+from megazero.layers.linear import BY_AUTOGRAD, ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
 from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sequence_shard import SequenceShard, TokenLayout, sequence_shard
@@ -81,7 +81,7 @@ def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
 def _linear_pair(rank: int, world: int, exchange: str, wgrad_queue: bool) -> dict[str, Any]:
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
-    waiting, sequence_parallel = WeightGradQueue() if wgrad_queue else None, exchange != "replicated"
+    waiting, sequence_parallel = WeightGradQueue() if wgrad_queue else BY_AUTOGRAD, exchange != "replicated"
     init = Initializer("normal", 0.3)
     into = LinearSpec((NamedRows("column", OUT),), HIDDEN, (NamedRows("column.bias", OUT),), init)
     onto = LinearSpec((NamedRows("row", HIDDEN),), OUT, (NamedRows("row.bias", HIDDEN),), init)
@@ -92,15 +92,14 @@ def _linear_pair(rank: int, world: int, exchange: str, wgrad_queue: bool) -> dic
         if exchange in OVERLAPS:
             hide_exchanges(module, OVERLAPS[exchange])
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
-    if waiting is not None:
-        waiting.defers = True
+    if wgrad_queue:
+        waiting.accumulator, waiting.defers = _InGrad(), True
         waiting.begin_pass()
     y = row(F.gelu(column(x)))
     y.backward(_part(_given((SEQ, BATCH, HIDDEN)).cos(), tp, sequence_parallel))
-    if waiting is not None:
+    if wgrad_queue:
         assert column.weight.grad is None
         assert row.weight.grad is None
-        waiting.accumulator = _InGrad()
         waiting.run_oldest()
     grads = {"x": x.grad, "column": column.weight.grad, "row": row.weight.grad, "bias": column.bias.grad}
     sent = {operation: count for (_, operation), count in tp.traffic.sent_bytes.items() if count}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import exchange_rows
 from megazero.comm.collectives import Pending, all_reduce, all_to_all
-from megazero.layers.linear import WeightGradQueue, add_product, product_t
+from megazero.layers.linear import BY_AUTOGRAD, WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import MLP, Gated
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.sequence_shard import TokenLayout
@@ -240,9 +240,9 @@ class _Logits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wgrad_queue: WeightGradQueue | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wgrad_queue, ctx.parameter = wgrad_queue, None if wgrad_queue is None else weight
+        ctx.queue, ctx.parameter = queue, queue.held(weight)
         return product_t(x.float(), weight.float())
 
     @staticmethod
@@ -250,13 +250,11 @@ class _Logits(torch.autograd.Function):
         refuse_second_derivative("a router")
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         grad_x = product_t(grad, weight.float().t()).to(x.dtype)
-        queue: WeightGradQueue | None = ctx.wgrad_queue
-        if queue is None:
-            return grad_x, product_t(grad.t(), x.float().t()).to(weight.dtype), None
-        if queue.defers:
-            queue.defer_product(ctx.parameter, grad, lambda: (x.float(), Pending()))
+        if ctx.queue.defers:
+            ctx.queue.defer_product(ctx.parameter, grad, lambda: (x.float(), Pending()))
             return grad_x, None, None
-        return grad_x, queue.add_now(ctx.parameter, [(grad, x.float())]), None
+        parameter = weight if ctx.parameter is None else ctx.parameter
+        return grad_x, ctx.queue.add_now(parameter, [(grad, x.float())]), None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -310,11 +308,10 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, queue: WeightGradQueue | None, product: ExpertProduct
+        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, queue: WeightGradQueue, product: ExpertProduct
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.wgrad_queue, ctx.product = groups, queue, product
-        ctx.parameter = None if queue is None else weight
+        ctx.groups, ctx.queue, ctx.product, ctx.parameter = groups, queue, product, queue.held(weight)
         return product.times(x, _stack(weight, groups), groups)
 
     @staticmethod
@@ -324,9 +321,8 @@ class _GroupedProduct(torch.autograd.Function):
         groups: RowGroups = ctx.groups
         grad = grad.contiguous()
         grad_x = ctx.product.times(grad, _stack(weight, groups).transpose(1, 2), groups)
-        if ctx.wgrad_queue is None:
-            return grad_x, groups.sum_products(grad, x).view_as(weight), None, None, None
-        return grad_x, ctx.wgrad_queue.take_stacked(ctx.parameter, grad, x, groups), None, None, None
+        parameter = weight if ctx.parameter is None else ctx.parameter
+        return grad_x, ctx.queue.take_stacked(parameter, grad, x, groups), None, None, None
 
 
 def _stack(weight: Tensor, groups: RowGroups) -> Tensor:
@@ -467,7 +463,7 @@ class Router(nn.Module):
         spec: spec of the weight, [experts of the layer, hidden].
         choice: see `Choice`.
         ep: the ranks over which the experts are distributed.
-        wgrad_queue: takes the weight's gradient; None returns it to autograd.
+        wgrad_queue: takes the weight's gradient; `BY_AUTOGRAD` returns it to autograd.
 
     Attributes:
         balance: losses and statistics during training; None for none.
@@ -475,7 +471,7 @@ class Router(nn.Module):
 
     of_group = 1  # see `Choice.experts`
 
-    def __init__(self, spec: ParamSpec, choice: Choice, ep: Axis, wgrad_queue: WeightGradQueue | None = None) -> None:
+    def __init__(self, spec: ParamSpec, choice: Choice, ep: Axis, wgrad_queue: WeightGradQueue = BY_AUTOGRAD) -> None:
         super().__init__()
         self.experts, self.choice, self.ep, self.wgrad_queue = spec.shape[0], choice, ep, wgrad_queue
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
@@ -560,7 +556,7 @@ class ExpertLinear(nn.Module):
         product: multiplies the rows.
     """
 
-    def __init__(self, spec: ParamSpec, ep: Axis, wgrad_queue: WeightGradQueue | None = None) -> None:
+    def __init__(self, spec: ParamSpec, ep: Axis, wgrad_queue: WeightGradQueue = BY_AUTOGRAD) -> None:
         super().__init__()
         self.wgrad_queue, self.product = wgrad_queue, ExpertProduct()
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, ep.index, ep.size)

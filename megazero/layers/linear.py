@@ -5,8 +5,9 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, meanwhile computes the
-weight gradient directly into its bucket (or queues it in `WeightGradQueue`), then waits for the exchange.  Without a
-queue, as in a user's own model, and with tp = 1, a layer is a plain `F.linear`, unless an annex adds a faster product.
+weight gradient directly into its bucket (or queues it in `WeightGradQueue`), then waits for the exchange.  Without an
+accumulator, as in a user's own model, and with tp = 1, a layer is a plain `F.linear`, unless an annex adds a faster
+product.
 
     B and W together     B  gather x | dx = dy W  | dW = dy.T x      the gather runs beside the product
     W apart              B             dx = dy W                     the queue holds dy and this rank's shard of x
@@ -50,9 +51,9 @@ def cpu_product() -> Callable[[Tensor, Tensor], Tensor] | None:
     return None if choose is None else choose()
 
 
-def bypasses_autograd(x: Tensor) -> bool:
-    """Whether products of `x` run in a library that autograd cannot differentiate."""
-    return x.is_cpu and x.dtype == torch.float32 and cpu_product() is not None
+def added_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the `cpu_product` for tensors like x; None for torch's."""
+    return cpu_product() if x.is_cpu and x.dtype == torch.float32 else None
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
@@ -64,7 +65,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
     """
     a = a.t()
-    if out.dtype == a.dtype and not bypasses_autograd(a):
+    if out.dtype == a.dtype and added_product(a) is None:
         if is_first:
             torch.mm(a, b, out=out)
         else:
@@ -81,8 +82,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
-    product = cpu_product() if a.is_cpu and a.dtype == torch.float32 else None
-    if product is None:
+    if (product := added_product(a)) is None:
         return torch.matmul(a, b.t())
     rows = product(a.reshape(-1, a.shape[-1]), b)
     # the result must not be a view, like matmul's: autograd could not sum a view over tp in place
@@ -156,7 +156,7 @@ class WeightGradQueue:
 
     Attributes:
         defers: queue gradients instead of computing them at once.
-        accumulator: adds up the gradients; None: gradients that are not queued are returned to autograd.
+        accumulator: adds up the gradients of forwards that ran after it was set; None returns gradients to autograd.
     """
 
     def __init__(self) -> None:
@@ -167,6 +167,12 @@ class WeightGradQueue:
     def clear(self) -> None:
         """Discard the gradients that a failed step left in the queue."""
         self._passes.clear()
+
+    def held(self, weight: Tensor) -> Tensor | None:
+        """Return the weight if a layer must hold it until its backward, because the accumulator needs the same object and
+        saved tensors may be unpacked as another one; None without an accumulator.
+        """
+        return None if self.accumulator is None else weight
 
     def begin_pass(self) -> None:
         """Start a new list for the gradients of the next backward pass."""
@@ -224,10 +230,16 @@ class WeightGradQueue:
             return
         assert self.accumulator is not None
         with torch.no_grad():
-            following = entries.popleft()() if entries else None
-            while (finish := following) is not None:
-                following = entries.popleft()() if entries else None
+            finish = entries.popleft()()
+            while entries:
+                following = entries.popleft()()
                 finish(self.accumulator)
+                finish = following
+            finish(self.accumulator)
+
+
+#: A queue without an accumulator: autograd accumulates the gradients, as in a user's own model.
+BY_AUTOGRAD = WeightGradQueue()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -258,19 +270,13 @@ class _ParallelLinear(torch.autograd.Function):
         bias: Tensor | None,
         entry: Entry,
         tp: Axis,
-        wgrad_queue: WeightGradQueue | None,
+        wgrad_queue: WeightGradQueue,
         product: Product,
         exchange: Exchange,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.product, ctx.has_bias = (
-            entry,
-            tp,
-            wgrad_queue,
-            product,
-            bias is not None,
-        )
-        ctx.parameter = None if wgrad_queue is None else weight  # saved tensors may be unpacked as another object
+        ctx.entry, ctx.tp, ctx.product, ctx.has_bias = entry, tp, product, bias is not None
+        ctx.wgrad_queue, ctx.parameter = wgrad_queue, wgrad_queue.held(weight)
         exchanges = entry in ("sequence", "scattered")
         y = exchange(x, weight, tp, product) if exchanges else product.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -286,8 +292,8 @@ class _ParallelLinear(torch.autograd.Function):
             arriving.wait()
         # Only a shard of the sequence was saved.  The weight gradient alone needs the full x, now or when it is computed.
         start_input = partial(start_gather_sequence, x, tp) if ctx.entry == "sequence" else lambda: (x, Pending())
-        defers = queue is not None and queue.defers
-        now = start_input() if needs_weight and not defers else None  # runs beside the product of the input gradient
+        # Runs beside the product of the input gradient.
+        now = start_input() if needs_weight and not queue.defers else None
         grad_x, exchanging = None, Pending()
         if needs_x:
             grad_x = ctx.product.backward(grad, weight)
@@ -300,8 +306,8 @@ class _ParallelLinear(torch.autograd.Function):
         if now is not None:
             full, gathering = now
             gathering.wait()
-            factors = [(_rows(grad), _rows(full))]
-            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(ctx.parameter, factors)
+            parameter = weight if ctx.parameter is None else ctx.parameter
+            grad_weight = queue.add_now(parameter, [(_rows(grad), _rows(full))])
         elif needs_weight:
             queue.defer_product(ctx.parameter, grad, start_input)
         grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
@@ -320,12 +326,12 @@ def parallel_linear(
     bias: Tensor | None,
     entry: Entry,
     tp: Axis,
-    wgrad_queue: WeightGradQueue | None = None,
+    wgrad_queue: WeightGradQueue = BY_AUTOGRAD,
     product: Product = PLAIN,
     exchange: Exchange = gathered,
 ) -> Tensor:
     """Compute y = x @ weight.T + bias with the exchange that `entry` names.  Weight and bias are this rank's shards."""
-    is_plain = wgrad_queue is None and product is PLAIN and not bypasses_autograd(x)
+    is_plain = wgrad_queue.accumulator is None and product is PLAIN and added_product(x) is None
     if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
     entry = entry if tp.size > 1 else "local"
@@ -335,9 +341,7 @@ def parallel_linear(
 class _ParallelLayer(nn.Module):
     """A linear layer that is split over an axis.  Its product and its exchange can be replaced after construction."""
 
-    def __init__(
-        self, specs: dict[str, ParamSpec], tp: Axis, entry: Entry, wgrad_queue: WeightGradQueue | None
-    ) -> None:
+    def __init__(self, specs: dict[str, ParamSpec], tp: Axis, entry: Entry, wgrad_queue: WeightGradQueue) -> None:
         super().__init__()
         self.specs, self.tp, self.entry, self.wgrad_queue = specs, tp, entry, wgrad_queue
         self.product: Product = PLAIN
@@ -353,7 +357,7 @@ class ColumnParallelLinear(_ParallelLayer):
         linear: the whole layer.  Each of its fused outputs (q|k|v, or gate|up) is split over tp separately.
         tp: the tensor-parallel axis.
         sequence_parallel: x arrives as [seq / tp, batch, in].
-        wgrad_queue: takes the weight gradients; None returns them to autograd.
+        wgrad_queue: takes the weight gradients; `BY_AUTOGRAD` returns them to autograd.
     """
 
     compiles = False  # it communicates
@@ -364,7 +368,7 @@ class ColumnParallelLinear(_ParallelLayer):
         tp: Axis,
         *,
         sequence_parallel: bool = False,
-        wgrad_queue: WeightGradQueue | None = None,
+        wgrad_queue: WeightGradQueue = BY_AUTOGRAD,
     ) -> None:
         super().__init__(linear.params(0), tp, "sequence" if sequence_parallel else "replicated", wgrad_queue)
 
@@ -380,7 +384,7 @@ class RowParallelLinear(_ParallelLayer):
         linear: the whole layer; its `in_features` must be divisible by tp.  The bias is added once, after the sum.
         tp: the tensor-parallel axis.
         sequence_parallel: return [seq / tp, batch, out].
-        wgrad_queue: takes the weight gradients; None returns them to autograd.
+        wgrad_queue: takes the weight gradients; `BY_AUTOGRAD` returns them to autograd.
     """
 
     compiles = False
@@ -391,7 +395,7 @@ class RowParallelLinear(_ParallelLayer):
         tp: Axis,
         *,
         sequence_parallel: bool = False,
-        wgrad_queue: WeightGradQueue | None = None,
+        wgrad_queue: WeightGradQueue = BY_AUTOGRAD,
     ) -> None:
         specs = linear.params(1, sum_over_tp=sequence_parallel and tp.size > 1)
         super().__init__(specs, tp, "local", wgrad_queue)

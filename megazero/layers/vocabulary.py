@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence, reduce_from_tp, scatter_sequence
 from megazero.comm.collectives import all_gather
-from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products, unchanged
+from megazero.layers.linear import BY_AUTOGRAD, GradientAccumulator, WeightGradQueue, product_t, unchanged
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import ParamSpec, drawn_parameter
@@ -70,15 +70,15 @@ class VocabParallelEmbedding(nn.Module):
         spec: spec of the weight.
         tp: the tensor-parallel axis.
         sequence_parallel: return this rank's shard of the sequence.
-        wgrad_queue: its accumulator takes the gradient, and need not store it as a whole matrix; None returns it to
-            autograd.
+        wgrad_queue: its accumulator takes the gradient, and need not store it as a whole matrix; `BY_AUTOGRAD` returns it
+            to autograd.
 
     Raises:
         IndexError: see `check_ids`.
     """
 
     def __init__(
-        self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool, wgrad_queue: WeightGradQueue | None = None
+        self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool, wgrad_queue: WeightGradQueue = BY_AUTOGRAD
     ) -> None:
         super().__init__()
         self.tp, self.wgrad_queue = tp, wgrad_queue
@@ -96,7 +96,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.reduce(self._rows(local.where(here, 0)) * here.unsqueeze(-1), self.tp)
 
     def _rows(self, ids: Tensor) -> Tensor:
-        if self.wgrad_queue is None or self.wgrad_queue.accumulator is None:
+        if self.wgrad_queue.accumulator is None:
             return F.embedding(ids, self.weight)
         rows: Tensor = _AccumulatedRows.apply(ids, self.weight, self.wgrad_queue.accumulator)
         return rows
@@ -298,8 +298,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 saved_logits = _saved_form(logits, peak, log_sum)
             del logits  # free them before the next chunk's logits
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
-        ctx.head = head
-        ctx.parameter = None if head.wgrad_queue is None else weight  # saved tensors may be unpacked as another object
+        ctx.head, ctx.parameter = head, head.wgrad_queue.held(weight)
         return loss
 
     @staticmethod
@@ -312,8 +311,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if len(ctx.head.logits.chunks(x, weight)) == 1:  # a weight in several buckets uses the pair more than once
             factors = list(factors)
         if ctx.needs_input_grad[1]:
-            queue = ctx.head.wgrad_queue
-            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(ctx.parameter, factors)
+            parameter = weight if ctx.parameter is None else ctx.parameter
+            grad_weight = ctx.head.wgrad_queue.add_now(parameter, factors)
         else:
             grad_weight = None
             for _ in factors:
@@ -401,7 +400,7 @@ class VocabParallelHead(nn.Module):
     Args:
         logits: computes the logits.
         tied: the embedding's parameter, if this rank holds it and the weights are tied; None creates a parameter.
-        wgrad_queue: takes the gradient of a weight that is not `tied`; None returns it to autograd.
+        wgrad_queue: takes the gradient of a weight that is not `tied`; `BY_AUTOGRAD` returns it to autograd.
         sequence_parallel: the input is [seq / tp, batch, hidden].
 
     Attributes:
@@ -414,7 +413,7 @@ class VocabParallelHead(nn.Module):
         self,
         logits: Logits,
         tied: nn.Parameter | None = None,
-        wgrad_queue: WeightGradQueue | None = None,
+        wgrad_queue: WeightGradQueue = BY_AUTOGRAD,
         *,
         sequence_parallel: bool,
     ) -> None:
@@ -429,7 +428,7 @@ class VocabParallelHead(nn.Module):
         self.enter = unchanged if tp.size == 1 else gather_sequence if sequence_parallel else copy_to_tp
         self.specs = {"weight": logits.spec}
         self.weight = drawn_parameter(logits.spec, tp.index, tp.size) if tied is None else tied
-        self.wgrad_queue = wgrad_queue if tied is None else None
+        self.wgrad_queue = wgrad_queue if tied is None else BY_AUTOGRAD
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Compute the loss, summed over counted tokens (fp32), or without labels the logits, [seq, batch, vocab].

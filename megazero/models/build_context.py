@@ -17,7 +17,7 @@ from torch import nn
 from megazero.layers.attention import Attention, AttentionCore, AttentionKernel, CausalAttention, RotaryEmbedding
 from megazero.layers.counter_rng import Dropout, dropout_key
 from megazero.layers.heads import HeadNorm, Heads, WidthNorm
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
+from megazero.layers.linear import BY_AUTOGRAD, ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, OffsetRMSNorm, Residual, RMSNorm
 from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, expert_spec, rows_spec
 from megazero.layers.vocabulary import LOGITS_BYTES
@@ -41,7 +41,7 @@ class BuildContext:
         sequence_parallel: split norms, residuals and dropout by sequence over tp.
         seed: seed of the run.
         device: device of computed tables.
-        wgrad_queue: receives the weight gradients; None returns them to autograd.
+        wgrad_queue: receives the weight gradients; `BY_AUTOGRAD` returns them to autograd.
         dtype: dtype of activations.
         context: attention for samples that are split over ranks or hold several documents; None if there are none.
         logits_bytes: maximum for the logits of a chunk, see `Logits`.
@@ -53,7 +53,7 @@ class BuildContext:
     sequence_parallel: bool
     seed: int
     device: torch.device
-    wgrad_queue: WeightGradQueue | None = None
+    wgrad_queue: WeightGradQueue = BY_AUTOGRAD
     dtype: torch.dtype = torch.float32
     context: ContextAttention | None = None
     logits_bytes: int = LOGITS_BYTES

@@ -10,10 +10,12 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from megazero.layers.linear import BY_AUTOGRAD
 from megazero.layers.sequence_shard import SequenceShard, TokenLayout
 from megazero.layers.vocabulary import Logits, PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazero.models.activation_config import Region
@@ -120,17 +122,24 @@ def _undropped(x: Tensor, _: TokenLayout) -> Tensor:
     return x
 
 
+def _scaling(factor: float) -> Callable[[Tensor], Tensor]:
+    return nn.Identity() if factor == 1.0 else partial(torch.mul, other=factor)
+
+
 class Embedding(nn.Module):
     """Convert tokens to hidden states: the first unit of the first stage.
 
-    `name` and `positions`: canonical names of the weight and of the learned positions; None for a model without
-    positions.
+    Args:
+        context: builds the layers.
+        name, positions: canonical names of the weight and of the learned positions; None for a model without positions.
+        scale: factor on the embeddings of tokens.
     """
 
-    def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
+    def __init__(self, context: BuildContext, name: str, positions: str | None = None, *, scale: float = 1.0) -> None:
         super().__init__()
+        self.scaled = _scaling(scale)
         model, cut = context.model, context.sequence_parallel
-        queue = None if model.tie_embeddings else context.wgrad_queue  # if tied, autograd adds the head's gradient
+        queue = BY_AUTOGRAD if model.tie_embeddings else context.wgrad_queue  # which adds a tied head's gradient
         self.tokens = VocabParallelEmbedding(
             context.vocabulary(name), context.tp, sequence_parallel=cut, wgrad_queue=queue
         )
@@ -143,23 +152,14 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
         """Look up the embeddings.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
-        x = self.tokens(tokens)
+        x = self.scaled(self.tokens(tokens))
         return self.dropout(x if self.positions is None else self.positions(x, layout), layout)
-
-
-class ScaledEmbedding(Embedding):
-    """An `Embedding` without learned positions that multiplies by `scale`."""
-
-    def __init__(self, context: BuildContext, name: str, scale: float) -> None:
-        super().__init__(context, name)
-        self.scale = scale
-
-    def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
-        return self.dropout(self.tokens(tokens) * self.scale, layout)
 
 
 class Head(nn.Module):
     """Final norm, logits and loss: the last unit of the last stage.
+
+    Logits are divided by `model.logits_scaling` and by the width ratio of muP (Yang et al. 2022, table 8).
 
     Args:
         context: builds the logits.
@@ -171,6 +171,7 @@ class Head(nn.Module):
     def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
         self.norm = norm
+        self.scaled = _scaling(1.0 / (context.model.logits_scaling * context.model.width_ratio))
         cap, queue = context.model.final_logit_softcapping, context.wgrad_queue
         logits = Logits(context.vocabulary(name), context.tp, cap, context.logits_bytes)
         self.output = VocabParallelHead(logits, tied_weight, queue, sequence_parallel=context.sequence_parallel)
@@ -179,26 +180,7 @@ class Head(nn.Module):
         """Compute the fp32 sum of losses over counted tokens, or logits if labels is None.  x: [seq or seq / tp, batch,
         hidden].
         """
-        return self.output(self.norm(x), labels)
-
-
-class ScaledHead(Head):
-    """A `Head` that multiplies its logits by `scale`."""
-
-    def __init__(self, scale: float, context: BuildContext, *of_head: Any) -> None:
-        super().__init__(context, *of_head)
-        self.scale = scale
-
-    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        return self.output(self.norm(x) * self.scale, labels)
-
-
-def head_of(context: BuildContext, *of_head: Any) -> Head:
-    """Build a head whose logits are divided by `model.logits_scaling` and by the width ratio of muP (Yang et al. 2022,
-    table 8).
-    """
-    divisor = context.model.logits_scaling * context.model.width_ratio
-    return Head(context, *of_head) if divisor == 1.0 else ScaledHead(1.0 / divisor, context, *of_head)
+        return self.output(self.scaled(self.norm(x)), labels)
 
 
 def is_known(module: nn.Module) -> bool:

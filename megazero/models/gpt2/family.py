@@ -86,9 +86,9 @@ class GPT2Family(ModelFamily):
         return [gpt2_block(layer, context) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        from megazero.models.gpt import head_of
+        from megazero.models.gpt import Head
 
-        return head_of(context, context.layer_norm("transformer.ln_f"), "transformer.wte.weight", tied_weight)
+        return Head(context, context.layer_norm("transformer.ln_f"), "transformer.wte.weight", tied_weight)
 
 
 GPT2 = GPT2Family()

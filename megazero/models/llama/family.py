@@ -128,12 +128,12 @@ class LlamaFamily(ModelFamily):
         return attention_weights(model) + 3 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:
-        from megazero.models.gpt import Embedding, ScaledEmbedding
+        from megazero.models.gpt import Embedding
 
         name, scale = "model.embed_tokens.weight", context.model.embedding_multiplier
         if self.variant.scales_embeddings:
             scale = context.rounded(sqrt(context.model.hidden_size))
-        return Embedding(context, name) if scale == 1.0 else ScaledEmbedding(context, name, scale)
+        return Embedding(context, name, scale=scale)
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
         from megazero.models.llama.block import llama_block, rotary_embedding
@@ -145,10 +145,10 @@ class LlamaFamily(ModelFamily):
         return [llama_block(layer, context, ropes[context.model.rope_of(layer)], self.variant) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        from megazero.models.gpt import head_of
+        from megazero.models.gpt import Head
 
         name = "model.embed_tokens.weight" if context.model.tie_embeddings else "lm_head.weight"
-        return head_of(context, context.rms_norm("model.norm", offset=self.variant.offset_norms), name, tied_weight)
+        return Head(context, context.rms_norm("model.norm", offset=self.variant.offset_norms), name, tied_weight)
 
 
 class CheckedFamily(LlamaFamily):
