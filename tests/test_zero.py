@@ -19,7 +19,7 @@ from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import whole_spec
 from megazero.zero.bucket_plan import param_infos
-from megazero.zero.reductions import Chunk, ReductionQueue, square_sum
+from megazero.zero.reductions import ReductionQueue, ReductionTask, square_sum
 from megazero.zero.sharding import ALONE, ShardingPolicy
 from megazero.zero.units import ModelParam, ModelParts, UnitModule, describe
 
@@ -145,9 +145,9 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         launched = []
         plain = ReductionQueue.start
 
-        def spy(self: ReductionQueue, chunk: Chunk) -> None:
-            launched.append((chunk.bucket.layout.name, chunk.elements.start))
-            plain(self, chunk)
+        def spy(self: ReductionQueue, task: ReductionTask) -> None:
+            launched.append((task.bucket.layout.name, task.elements.start))
+            plain(self, task)
 
         ReductionQueue.start = spy
         for step in EXPERT_BATCHES:

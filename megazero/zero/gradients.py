@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.zero.bucket import Bucket
 from megazero.zero.reduction_plan import reduction_queue
-from megazero.zero.reductions import Chunk, ReductionQueue
+from megazero.zero.reductions import ReductionQueue, ReductionTask
 from megazero.zero.sharding import Interval, ShardingPolicy, Share
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class BucketGradients:
         is_empty, self.is_empty[index] = self.is_empty[index], False
         return self._views[index], is_empty
 
-    def take(self, rounds: int) -> Chunk:
+    def take(self, rounds: int) -> ReductionTask:
         """Return the gradients to reduce, with zeros in the padding and for missing gradients.
 
         The next gradients will overwrite the memory.
@@ -150,14 +150,14 @@ class BucketGradients:
         for padding in self._padding:
             memory[padding].zero_()
         gradient, is_last = self.bucket.owned_part(self.bucket.gradient, self._lands), self.complete == rounds
-        chunk = Chunk(self.bucket, self.part, memory[: self._numel], gradient, self.reduced, is_last)
+        task = ReductionTask(self.bucket, self.part, memory[: self._numel], gradient, self.reduced, is_last)
         self.reduced = self.complete
         if self.accumulation is Accumulation.WHOLE:
             self.is_empty = [True] * len(self.is_empty)
         else:
-            chunk.buffers.append(memory)
+            task.buffers.append(memory)
             self._use(None)
-        return chunk
+        return task
 
 
 class LaunchOrder:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.zero.bucket import Landing
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.reductions import Chunk, ReductionPlan, ReductionQueue
+from megazero.zero.reductions import ReductionPlan, ReductionQueue, ReductionTask
 from megazero.zero.replica_sums import ReplicaSums
 from megazero.zero.sharding import ShardingPolicy
 
@@ -34,27 +34,27 @@ class OffloadedReductions(ReductionQueue):
         self._adding: deque[tuple[Callable[[], object], Tensor]] = deque()
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
-    def hold(self, chunk: Chunk) -> None:
-        """Copy a chunk's reduced gradients to the host, or add them there, if the bucket's gradients are on the host."""
-        if chunk.bucket.landing is not Landing.HOST:
-            super().hold(chunk)
+    def hold(self, task: ReductionTask) -> None:
+        """Copy reduced gradients to the host, or add them there, if the bucket's gradients are on the host."""
+        if task.bucket.landing is not Landing.HOST:
+            super().hold(task)
             return
-        result, target = chunk.result, chunk.gradient
+        result, target = task.result, task.gradient
         assert result is not None
-        if chunk.reduced:
+        if task.reduced:
             self._add_all_but(_ADDING)
             staging = self._staging.acquire(result.numel(), result.dtype, or_larger=True)
             target = staging[: result.numel()]
 
         def copy() -> None:  # waits for the reduction on the copy stream, not on the compute stream
-            chunk.pending.wait()
+            task.pending.wait()
             target.copy_(result, non_blocking=True)
 
         mark = self._newest = self._copier.run(copy, to_host=True)
-        self._leaving.append((mark, chunk.buffers))
-        if chunk.reduced:
-            self._adding.append((self._copier.follow(mark, lambda: chunk.gradient.add_(target)), staging))
-        self.sum_over_replicas(chunk)
+        self._leaving.append((mark, task.buffers))
+        if task.reduced:
+            self._adding.append((self._copier.follow(mark, lambda: task.gradient.add_(target)), staging))
+        self.sum_over_replicas(task)
 
     def free_oldest(self) -> bool:
         return self._free_oldest_copy() or super().free_oldest()

@@ -46,7 +46,7 @@ from megazero.layers.counter_rng import derive_key, random_bits
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Landing
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.reductions import Chunk, Reduction, ReductionQueue
+from megazero.zero.reductions import Reduction, ReductionQueue, ReductionTask
 from megazero.zero.sharding import BLOCK, Placement, ShardingPolicy
 
 WEIGHT_BITS = 8
@@ -228,34 +228,34 @@ class QuantizedScatter(Reduction):
         within = whole + arriving_elements(numel, self._host) + numel // self.axis.size
         return within * self.dtype.itemsize + 2 * self._blocks.nbytes(numel // self._host.size)
 
-    def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
+    def start(self, task: ReductionTask, queue: ReductionQueue) -> None:
         if self._newest is not None:
             self._newest.advance()
-        blocks, host, hosts, full = self._blocks, self._host, self._hosts, chunk.full
-        usual, filled = max(full.numel(), queue.plan.smallest_buffer), chunk.buffers
-        chunk.buffers = [queue.acquire(blocks.nbytes(usual // host.size) // 4, self.dtype) for _ in range(2)]
+        blocks, host, hosts, full = self._blocks, self._host, self._hosts, task.local
+        usual, filled = max(full.numel(), queue.plan.smallest_buffer), task.buffers
+        task.buffers = [queue.acquire(blocks.nbytes(usual // host.size) // 4, self.dtype) for _ in range(2)]
         nbytes = blocks.nbytes(full.numel() // host.size)
-        sent, arrived = (buffer.view(torch.uint8)[:nbytes].view(hosts.size, -1) for buffer in chunk.buffers)
-        if chunk.reduced or chunk.bucket.landing is Landing.HOST:
-            chunk.buffers.append(queue.acquire(usual // self.axis.size, self.dtype))
-            chunk.result = chunk.buffers[-1][: chunk.gradient.numel()]
-        out, shard = chunk.gradient if chunk.result is None else chunk.result, chunk.bucket.layout.shard_numel
-        first = chunk.elements.start + host.index * shard
-        noise = noise_of(queue.step, chunk.reduced, self.sender, chunk.bucket.layout.name, first, host.size * shard)
+        sent, arrived = (buffer.view(torch.uint8)[:nbytes].view(hosts.size, -1) for buffer in task.buffers)
+        if task.reduced or task.bucket.landing is Landing.HOST:
+            task.buffers.append(queue.acquire(usual // self.axis.size, self.dtype))
+            task.result = task.buffers[-1][: task.gradient.numel()]
+        out, shard = task.gradient if task.result is None else task.result, task.bucket.layout.shard_numel
+        first = task.elements.start + host.index * shard
+        noise = noise_of(queue.step, task.reduced, self.sender, task.bucket.layout.name, first, host.size * shard)
 
         def send(mine: Tensor) -> Pending:
             blocks.quantize(mine.view(hosts.size, -1), sent, noise)
             return Pending(all_to_all(arrived, sent, hosts).wait, partial(blocks.sum, arrived, out))
 
         if host.size == 1:
-            chunk.pending = send(full)
+            task.pending = send(full)
         else:
             of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
-            whole = self.lend_whole(chunk, queue).view(host.size, -1)
+            whole = self.lend_buffer(task, queue).view(host.size, -1)
             whole.view(of_hosts.shape).copy_(of_hosts)
             mine = whole[host.index]
-            summed = self.scatter(chunk, mine, whole.view(-1), host, queue)
-            chunk.pending = self._newest = InTwo(summed, partial(send, mine))
+            summed = self.scatter(task, mine, whole.view(-1), host, queue)
+            task.pending = self._newest = InTwo(summed, partial(send, mine))
         queue.pool.release(*filled)  # later work on this device is ordered after this
 
 

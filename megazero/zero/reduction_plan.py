@@ -40,7 +40,7 @@ def reduction_queue(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
 def plan_reductions(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int) -> ReductionPlan:
     """Return how to reduce these buckets.  A collective call: every rank of an axis must take part."""
     way = cache(partial(_reduction, policy))
-    ways = {bucket: way(bucket.placement, bucket.owned == bucket.layout.interval) for bucket in buckets}
+    ways = {bucket: way(bucket.placement, bucket.owned != bucket.layout.interval) for bucket in buckets}
     # A sum over replicas starts when a reduction has ended.
     stays = all(bucket.master.location == "device" and bucket.placement.replica.size == 1 for bucket in buckets)
     axes = dict.fromkeys(way.axis for way in ways.values()) if stays else ()
@@ -58,13 +58,13 @@ def plan_reductions(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
     return ReductionPlan(ways, sys.maxsize if hides else _IN_FLIGHT, usual, most_bytes)
 
 
-def _reduction(policy: ShardingPolicy, placement: Placement, is_whole: bool) -> Reduction:
-    """Return the reduction after which each rank has the whole sum of a bucket (`is_whole`), or its shard of it."""
-    if policy.gradient_bits and not is_whole:
+def _reduction(policy: ShardingPolicy, placement: Placement, shards: bool) -> Reduction:
+    """Return the reduction after which each rank has its shard of a bucket's sum (`shards`), or all of it."""
+    if policy.gradient_bits and shards:
         from megazero.zero.quantized import QuantizedScatter  # few runs need it
 
         return QuantizedScatter(placement, policy)
-    way = AllReduce if is_whole else ReduceScatter
+    way = ReduceScatter if shards else AllReduce
     return way(placement.shard, policy.accumulate_dtype, policy.reduce_dtype)
 
 

@@ -1,11 +1,11 @@
 """Reductions of gradients over the ranks that share a bucket, while the backward runs.
 
-full [n * chunk] --reduce_dtype--> `AllReduce` or `ReduceScatter` over the bucket's shard axis -----> result
-full [n * chunk] --quantized-----> `QuantizedScatter`: an all-to-all over the axis, summed in fp32 -> result
+local [n * elements] --reduce_dtype--> `AllReduce` or `ReduceScatter` over the bucket's shard axis -----> result
+local [n * elements] --quantized-----> `QuantizedScatter`: an all-to-all over the axis, summed in fp32 -> result
 result --copy or add--> bucket.gradient, on the device, or on the host if the optimizer state is offloaded
 last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
 
-`reduction_plan` decides which bucket is reduced how, and with which buffers; here the plan is carried out.
+`reduction_plan` decides how each bucket is reduced and with which buffers; this module carries out the plan.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NORM_BLOCK = 256  # as fast as longer blocks, and 30 times more exact
 
 
 @dataclass
-class Chunk:
-    """The gradients of one part of a bucket, and the state of their reduction."""
+class ReductionTask:
+    """One reduction of a bucket, or of a part of it, from its start until its result has arrived."""
 
     bucket: Bucket
-    elements: Interval  # of every shard
-    full: Tensor  # [shards * elements]: this rank's gradients
+    elements: Interval  # the reduced elements of every shard
+    local: Tensor  # [shards * elements]: the gradients that this rank has computed
     gradient: Tensor  # of the bucket: the result is copied or added to it
     reduced: int  # micro-batches of this step that `gradient` already contains
     is_last: bool  # no other reduction of these elements follows in this step
@@ -61,46 +61,44 @@ class Reduction(ABC):
         self._narrows = dtype != accumulate_dtype and axis.size > 1
 
     @abstractmethod
-    def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
-        """Start to reduce a chunk: set its pending collective, its result, and the buffers that it holds until it is
-        finished.
-        """
+    def start(self, task: ReductionTask, queue: ReductionQueue) -> None:
+        """Start a task: set its pending collective, its result, and the buffers that it holds until it has finished."""
 
     def working_bytes(self, numel: int) -> int:
         """Bytes of extra buffers that a reduction of `numel` elements needs."""
         return numel * self._narrows * self.dtype.itemsize
 
-    def narrowed(self, chunk: Chunk, queue: ReductionQueue) -> Tensor:
-        """Return the chunk's gradients in the dtype in which they are sent.
+    def narrowed(self, task: ReductionTask, queue: ReductionQueue) -> Tensor:
+        """Return this rank's gradients in the dtype in which they are sent.
 
         A conversion copies them to a buffer of the pool and releases the buffers that held them.
         """
         if not self._narrows:
-            return chunk.full
-        filled, chunk.buffers = chunk.buffers, []
-        sent = self.lend_whole(chunk, queue).copy_(chunk.full)
+            return task.local
+        filled, task.buffers = task.buffers, []
+        sent = self.lend_buffer(task, queue).copy_(task.local)
         queue.pool.release(*filled)  # later work on this device is ordered after the copy
         return sent
 
-    def lend_whole(self, chunk: Chunk, queue: ReductionQueue) -> Tensor:
-        """Return a working buffer as large as the chunk's gradients; the chunk holds it until it is finished."""
-        chunk.buffers.append(queue.acquire(max(chunk.full.numel(), queue.plan.smallest_buffer), self.dtype))
-        return chunk.buffers[-1][: chunk.full.numel()]
+    def lend_buffer(self, task: ReductionTask, queue: ReductionQueue) -> Tensor:
+        """Return a working buffer as large as this rank's gradients.  The task holds it until it has finished."""
+        task.buffers.append(queue.acquire(max(task.local.numel(), queue.plan.smallest_buffer), self.dtype))
+        return task.buffers[-1][: task.local.numel()]
 
-    def scatter(self, chunk: Chunk, out: Tensor, full: Tensor, axis: Axis, queue: ReductionQueue) -> Pending:
+    def scatter(self, task: ReductionTask, out: Tensor, full: Tensor, axis: Axis, queue: ReductionQueue) -> Pending:
         """Start a reduce-scatter.  The shards from other ranks arrive in a working buffer and are summed there."""
-        arrives = self.lend_whole(chunk, queue) if arriving_elements(full.numel(), axis) else None
+        arrives = self.lend_buffer(task, queue) if arriving_elements(full.numel(), axis) else None
         return reduce_scatter(out, full, axis, arrives)
 
 
 class AllReduce(Reduction):
     """A reduction after which every rank has the whole sum."""
 
-    def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
-        sent = self.narrowed(chunk, queue)
-        chunk.pending = all_reduce(sent, self.axis)
-        if sent is not chunk.full or chunk.bucket.landing is not Landing.IN_PLACE:
-            chunk.result = sent
+    def start(self, task: ReductionTask, queue: ReductionQueue) -> None:
+        sent = self.narrowed(task, queue)
+        task.pending = all_reduce(sent, self.axis)
+        if sent is not task.local or task.bucket.landing is not Landing.IN_PLACE:
+            task.result = sent
 
 
 class ReduceScatter(Reduction):
@@ -109,12 +107,12 @@ class ReduceScatter(Reduction):
     def working_bytes(self, numel: int) -> int:
         return super().working_bytes(numel) + arriving_elements(numel, self.axis) * self.dtype.itemsize
 
-    def start(self, chunk: Chunk, queue: ReductionQueue) -> None:
-        sent, gradient = self.narrowed(chunk, queue), chunk.gradient
-        if chunk.reduced or gradient.dtype != sent.dtype or chunk.bucket.landing is Landing.HOST:
-            chunk.result = sent.view(self.axis.size, -1)[self.axis.index]  # no other rank needs this shard any more
-        out = gradient if chunk.result is None else chunk.result
-        chunk.pending = self.scatter(chunk, out, sent, self.axis, queue)
+    def start(self, task: ReductionTask, queue: ReductionQueue) -> None:
+        sent, gradient = self.narrowed(task, queue), task.gradient
+        if task.reduced or gradient.dtype != sent.dtype or task.bucket.landing is Landing.HOST:
+            task.result = sent.view(self.axis.size, -1)[self.axis.index]  # no other rank needs this shard any more
+        out = gradient if task.result is None else task.result
+        task.pending = self.scatter(task, out, sent, self.axis, queue)
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class ReductionQueue:
         self.plan, self.replicas, self.step = plan, replicas, 0
         self.pool = BufferPool(policy.device, policy.arena)
         self.most_buffer_bytes = plan.most_bytes + (0 if replicas is None else replicas.most_bytes)
-        self._in_flight = deque[Chunk]()
+        self._in_flight = deque[ReductionTask]()
 
     @property
     def buffer_bytes(self) -> int:
@@ -169,15 +167,15 @@ class ReductionQueue:
             self.pool.free_above(most - numel * dtype.itemsize)
         return self.pool.acquire(numel, dtype)
 
-    def start(self, chunk: Chunk) -> None:
-        """Start the reduction of a part of a bucket.  Its result replaces `chunk.gradient`, or is added to it."""
+    def start(self, task: ReductionTask) -> None:
+        """Start a reduction.  Its result replaces `task.gradient`, or is added to it."""
         self.finish_all_but(self.plan.most_in_flight - 1)
-        self.plan.ways[chunk.bucket].start(chunk, self)
-        self.hold(chunk)
+        self.plan.ways[task.bucket].start(task, self)
+        self.hold(task)
 
-    def hold(self, chunk: Chunk) -> None:
-        """Hold a chunk until its reduction has ended."""
-        self._in_flight.append(chunk)
+    def hold(self, task: ReductionTask) -> None:
+        """Hold a task until its reduction has ended."""
+        self._in_flight.append(task)
 
     def finish(self) -> None:
         """Wait for all reductions."""
@@ -206,32 +204,32 @@ class ReductionQueue:
     def finish_all_but(self, count: int) -> None:
         """Finish the oldest reductions until at most `count` are running."""
         while len(self._in_flight) > count:
-            chunk = self._in_flight[0]
-            chunk.pending.wait()  # if a signal interrupts this, the chunk is still first and is waited for again
+            task = self._in_flight[0]
+            task.pending.wait()  # if a signal interrupts this, the task is still first and is waited for again
             self._in_flight.popleft()
-            if chunk.result is not None:
-                (chunk.gradient.add_ if chunk.reduced else chunk.gradient.copy_)(chunk.result)
-            self.pool.release(*chunk.buffers)
-            self.sum_over_replicas(chunk)
+            if task.result is not None:
+                (task.gradient.add_ if task.reduced else task.gradient.copy_)(task.result)
+            self.pool.release(*task.buffers)
+            self.sum_over_replicas(task)
 
-    def sum_over_replicas(self, chunk: Chunk) -> None:
-        """Start to sum the result of a part's last reduction over the replicas, which hold the same shard."""
-        if self.replicas is not None and chunk.is_last:
-            self.replicas.start(chunk.bucket, chunk.gradient)
+    def sum_over_replicas(self, task: ReductionTask) -> None:
+        """Start to sum the result of a step's last reduction over the replicas, which hold the same shard."""
+        if self.replicas is not None and task.is_last:
+            self.replicas.start(task.bucket, task.gradient)
 
 
-def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of flat fp32 tensors, an fp64 scalar on `device`.
 
-    Squares are summed in blocks, since one long fp32 sum would lose digits.  Two kernels per tensor and a few in all:
+    Squares are summed in blocks, since one long fp32 sum would lose digits.  Two kernels run per tensor, and a few for all:
     with more, a GPU would wait for launches.
     """
     norms: dict[torch.device, list[Tensor]] = {device: []}
-    for tensor in parts:
+    for tensor in tensors:
         blocks = tensor.numel() // _NORM_BLOCK
-        whole, rest = tensor.split([blocks * _NORM_BLOCK, tensor.numel() - blocks * _NORM_BLOCK])
+        in_blocks, rest = tensor.split([blocks * _NORM_BLOCK, tensor.numel() - blocks * _NORM_BLOCK])
         here = norms.setdefault(tensor.device, [])
-        here += [torch.linalg.vector_norm(whole.view(blocks, _NORM_BLOCK), dim=1)] if blocks else []
+        here += [torch.linalg.vector_norm(in_blocks.view(blocks, _NORM_BLOCK), dim=1)] if blocks else []
         here += [torch.linalg.vector_norm(rest, dim=0, keepdim=True)] if rest.numel() else []
     sums = [torch.cat(here).double().square().sum().to(device) for here in norms.values() if here]
     return sum(sums, torch.zeros((), dtype=torch.float64, device=device))
