@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.cpu import attention
-from megazero.cpu.attention import full_backward, parts_of
+from megazero.cpu.attention import full_backward, kernel_calls
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sequence_shard import sequence_shard
 from megazero.layers.token_layout import Tile
@@ -30,20 +30,20 @@ def _inputs(batch: int, rows: int, keys: int, dtype: torch.dtype) -> tuple[Tenso
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 6), (4, 1)])
 @pytest.mark.parametrize("rows", [511, 1023, 1024, 2051])
-def test_parts_of_a_tile_have_each_pair_once(rows: int, heads: int, kv_heads: int, threads: int) -> None:
+def test_kernel_calls_compute_each_pair_once(rows: int, heads: int, kv_heads: int, threads: int) -> None:
     tile, each = Tile(3, 3 + rows, 5, 5 + rows, 0), heads // kv_heads
     seen = torch.zeros(kv_heads, rows, rows, dtype=torch.int8)
     with patch.object(torch, "get_num_threads", return_value=threads):
-        parts = list(parts_of(tile, None, heads, kv_heads))
-    for part, piece in parts:
-        chosen = range(kv_heads)[piece.keys]
-        assert [head // each for head in range(heads)[piece.queries]] == [one for one in chosen for _ in range(each)]
+        calls = list(kernel_calls(tile, None, heads, kv_heads))
+    for sub_tile, group in calls:
+        chosen = range(kv_heads)[group.keys]
+        assert [head // each for head in range(heads)[group.queries]] == [head for head in chosen for _ in range(each)]
         assert len(chosen) >= min(threads, kv_heads)
-        where = seen[piece.keys, part.q_start - 3 : part.q_stop - 3, part.k_start - 5 : part.k_stop - 5]
-        where += torch.ones_like(where) if part.offset is None else torch.ones_like(where).tril()
-        assert part.offset is None or part.q_stop - part.q_start < 1024
+        where = seen[group.keys, sub_tile.q_start - 3 : sub_tile.q_stop - 3, sub_tile.k_start - 5 : sub_tile.k_stop - 5]
+        where += torch.ones_like(where) if sub_tile.offset is None else torch.ones_like(where).tril()
+        assert sub_tile.offset is None or sub_tile.q_stop - sub_tile.q_start < 1024
     assert seen.equal(torch.ones_like(seen).tril())
-    assert len(parts) == 1 or rows > 511
+    assert len(calls) == 1 or rows > 511
 
 
 @pytest.mark.parametrize("threads", [1, 8])

@@ -71,10 +71,10 @@ class TorchBackend:
         return messages.shift(out, x, axis)
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
-        part = full.nbytes // axis.size
+        shard_bytes = full.nbytes // axis.size
         if operation not in self._rings:
-            return part * sum(axis.is_off_host(index) for index in range(axis.size))
-        sent = (1 + (operation == "all_reduce")) * (full.nbytes - part)
+            return shard_bytes * sum(axis.is_off_host(index) for index in range(axis.size))
+        sent = (1 + (operation == "all_reduce")) * (full.nbytes - shard_bytes)
         return sent if axis.is_off_host((axis.index + 1) % axis.size) else 0
 
     def check_order(self) -> None:
@@ -102,9 +102,9 @@ class HostBackend(TorchBackend):
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         """Gather every rank's tensor and reduce in rank order."""
         every = tensor.new_empty(axis.size, tensor.numel())
-        parts = every.view(axis.size, *tensor.shape).unbind(0)
+        terms = every.view(axis.size, *tensor.shape).unbind(0)
         arrive = self.all_gather(every, tensor.view(-1), axis)
-        return messages.in_turn(arrive, partial(messages.combine, tensor, parts, messages.REDUCTIONS[op]))
+        return messages.in_turn(arrive, partial(messages.combine, tensor, terms, messages.REDUCTIONS[op]))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         sent = full.nbytes if operation == "all_reduce" else full.nbytes // axis.size

@@ -1,5 +1,6 @@
-"""The processor of a rank that computes on the CPU: how many cores it uses, how Linux schedules it, and which of torch's two
-libraries multiplies its fp32 matrices."""
+"""The processor of a rank that computes on the CPU: how many cores it uses, how Linux schedules it, and which of torch's
+two libraries multiplies its fp32 matrices.
+"""
 
 import os
 from collections.abc import Callable
@@ -13,17 +14,23 @@ from megazero.launchers import cores_of_rank
 
 
 def prepare_cpu_rank(local_world_size: int) -> None:
-    """Give this rank its share of the host's cores, at the seam "rank".  `local_world_size`: ranks of this host."""
+    """Set the number of threads so that the ranks of this host divide its cores, at the seam "rank".
+
+    Args:
+        local_world_size: number of ranks of this host.
+    """
     if local_world_size > 1:
         torch.set_num_threads(cores_of_rank(local_world_size))
     schedule_as_batch_job()
 
 
 def schedule_as_batch_job() -> None:
-    """Have Linux treat this process's threads, also those to come, as a batch job's: one that wakes takes nobody's core.
+    """Have Linux schedule all threads of this process, and those that it starts later, as a batch job.  A thread of a batch
+    job that wakes up does not take another thread's core.
 
-    gloo's thread spins while another holds the lock of a connection.  If it wakes where that other one runs, and takes its
-    core, it spins for a whole time slice.  Whoever has chosen another policy keeps it; only on Linux anything happens.
+    gloo's thread spins while another thread holds the lock of a connection.  If it took that thread's core, it would spin
+    for a whole time slice.  A thread with another scheduling policy keeps it.  On systems other than Linux this does
+    nothing.
     """
     with suppress(OSError, AttributeError):  # a thread that has just ended, no such system, not allowed
         for thread in map(int, os.listdir("/proc/self/task")):
@@ -32,7 +39,7 @@ def schedule_as_batch_job() -> None:
 
 
 def fp32_product() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """oneDNN's product x @ w.T where it is the faster one, at the seam "kernel".
+    """Return oneDNN's product x @ w.T on processors where it is faster than `mm`, else None; at the seam "kernel".
 
     torch's `mm` calls MKL, which on AMD processors runs at about half the speed of oneDNN.  The choice depends on the
     processor's vendor and not on a measurement, so that every run on a machine computes the same numbers.

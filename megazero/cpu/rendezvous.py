@@ -116,7 +116,7 @@ def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> HostRa
     Returns: None on all ranks if they are on several hosts, or if a system call fails on one of them.
     """
     listener, offer = _listen()
-    offers = [one for one in gather(offer) if one is not None]
+    offers = [found for found in gather(offer) if found is not None]
     peers: dict[int, Peer] = {}
     areas: dict[int, mmap.mmap] = {}
     if listener is not None and len(offers) == size and len({host for host, _ in offers}) == 1:

@@ -257,19 +257,19 @@ def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor])
         if channel.size == 2 or values.nbytes <= _ONE_ROUND_BYTES:
             combine(values, areas, op)
             continue
-        parts = values.tensor_split(channel.size)
-        combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
+        slices = values.tensor_split(channel.size)
+        combine(slices[me], [area.tensor_split(channel.size)[me] for area in areas], op)
         areas = [area[mine] for area in channel.areas(flat.dtype)]
         sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
-        sums[me].copy_(parts[me])
+        sums[me].copy_(slices[me])
         yield
-        for index, part in enumerate(parts):
+        for index, target in enumerate(slices):
             if index != me:
-                part.copy_(sums[index])
+                target.copy_(sums[index])
 
 
 def reduce_scatter_rounds(
-    channel: Channel, out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor] = torch.add
+    channel: Channel, out: Tensor, shards: Sequence[Tensor], op: Callable[..., Tensor] = torch.add
 ) -> Rounds:
     """Set `out` to the sum of every rank's shard for this rank.
 
@@ -278,17 +278,18 @@ def reduce_scatter_rounds(
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
-    def slot(area: Tensor, source: int, target: int, length: int) -> Tensor:
+    def term(area: Tensor, source: int, target: int, length: int) -> Tensor:
+        """Return where the area of rank `source` holds its term for rank `target`."""
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
     for at in slices_of(out.numel(), longest):
         areas, length = channel.areas(out.dtype), at.stop - at.start
-        for index, part in enumerate(parts):
+        for index, shard in enumerate(shards):
             if index != me:
-                slot(areas[me], me, index, length).copy_(part[at])
+                term(areas[me], me, index, length).copy_(shard[at])
         yield
-        arrived = [slot(area, index, me, length) if index != me else parts[me][at] for index, area in enumerate(areas)]
+        arrived = [term(area, index, me, length) if index != me else shards[me][at] for index, area in enumerate(areas)]
         if me > 1:  # `out` is written before this rank's own term is added, and may share its memory
             arrived[me] = arrived[me].clone()
         combine(out[at], arrived, op)
@@ -322,15 +323,16 @@ def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
     """
     me, others = channel.index, channel.size - 1
     for block in _blocks(x.shape[1:], HALF_BYTES // x.element_size() // others):
-        parts, results = x[:, *block], out[:, *block]
-        shape = (others, *parts.shape[1:])
-        areas = [area[: prod(shape)].view(shape) for area in channel.areas(x.dtype)]  # a rank's has no part for itself
-        areas[me][:me].copy_(parts[:me])
-        areas[me][me:].copy_(parts[me + 1 :])
+        leaving, arriving = x[:, *block], out[:, *block]
+        shape = (others, *leaving.shape[1:])
+        # A rank's area has no row for the rank itself.
+        areas = [area[: prod(shape)].view(shape) for area in channel.areas(x.dtype)]
+        areas[me][:me].copy_(leaving[:me])
+        areas[me][me:].copy_(leaving[me + 1 :])
         yield
         for index, area in enumerate(areas):
             if index != me:
-                results[index].copy_(area[me - (me > index)])
+                arriving[index].copy_(area[me - (me > index)])
 
 
 def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Counts, receives: Counts) -> Rounds:
@@ -343,15 +345,15 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
     leaving = [(0, x[:first]), (first, x[first + mine :])]
     arriving = out.split(list(receives))
     arriving[me].copy_(x[first : first + mine])
-    told = torch.tensor([*sends[:me], 0, *sends[me + 1 :]])
-    header = told.nbytes // x.element_size()
+    sent_counts = torch.tensor([*sends[:me], 0, *sends[me + 1 :]])
+    header = sent_counts.nbytes // x.element_size()
     at, end, length, table = 0, 1, HALF_BYTES // x.element_size() - header, list[list[int]]()
     while at < end:
-        areas, counts = [area[header:] for area in channel.areas(x.dtype)], channel.areas(told.dtype)
+        areas, counts = [area[header:] for area in channel.areas(x.dtype)], channel.areas(sent_counts.dtype)
         if not table:
-            counts[me][: channel.size].copy_(told)
-        for start, part in leaving:
-            _copy_overlap(areas[me][:length], at, part, start)
+            counts[me][: channel.size].copy_(sent_counts)
+        for start, elements in leaving:
+            _copy_overlap(areas[me][:length], at, elements, start)
         yield
         if not table:
             table = [area[: channel.size].tolist() for area in counts]
@@ -364,9 +366,9 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
 
 
 def _copy_overlap(target: Tensor, first: int, source: Tensor, start: int) -> None:
-    """Copy the elements that two pieces of one sequence have in common.
+    """Copy the elements that two intervals of one sequence have in common.
 
-    `first`, `start`: where each piece begins in the sequence.
+    `first`, `start`: where the target and the source begin in the sequence.
     """
     low, high = max(first, start), min(first + len(target), start + len(source))
     if low < high:

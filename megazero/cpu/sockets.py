@@ -1,7 +1,7 @@
-"""Collectives of CPU ranks over sockets: all but small all-reduces are messages between pairs of ranks.
+"""Collectives of CPU ranks over sockets.  All but small all-reduces are messages between pairs of ranks.
 
-Gloo's all-gather copies through memory that it allocates each time, its reduce-scatter moves an all-reduce's bytes, and its
-all-reduce is a ring, each step of which waits for the one before while the link is idle.
+Gloo's own collectives are slower.  Its all-gather copies through memory that it allocates for every call, its reduce-scatter
+sends as many bytes as an all-reduce, and its all-reduce is a ring in which the link is idle between two steps.
 """
 
 from collections import deque
@@ -22,19 +22,19 @@ from megazero.parallel_state import Axis
 from megazero.parallel_state.axis import Counts, Transfers, Wait
 from megazero.parallel_state.state import Group
 
-_Tensors: TypeAlias = Tensor | Sequence[Tensor]  # by rank
+_Tensors: TypeAlias = Tensor | Sequence[Tensor]  # one entry per rank
 
-_SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
-_MOST_ARRIVING_BYTES = 2**23  # of terms that wait to be added, in a group
+_SMALL_BYTES = 2**16  # gloo's own all-reduce is used up to this size, because it sends fewer messages
+_MOST_ARRIVING_BYTES = 2**23  # limit per group for the terms that wait to be added
 
 
 class SocketBackend(TorchBackend):
-    """Collectives over sockets, whose messages a thread hands to gloo.
+    """Collectives over sockets.  A thread hands the messages to gloo.
 
     Args:
-        name: of the axis, for its threads; messages of one tag keep their order, so the threads are this group's alone.
-        shares_hosts: a host has several ranks of the group, the same on all of them; None: as the axis says, if all its
-            ranks know the same number of ranks on their hosts.
+        name: name of the axis, for the threads.  Messages with one tag keep their order, so each group has its own threads.
+        shares_hosts: whether some host has several ranks of the group.  All ranks must give the same value.  None: use
+            the value of the axis, which is the same on all ranks if all hosts have equally many ranks.
     """
 
     needs_scratch = True
@@ -43,17 +43,19 @@ class SocketBackend(TorchBackend):
     def __init__(self, name: str = "", *, shares_hosts: bool | None = None) -> None:
         super().__init__()
         self._messages = Worker(f"messages of {name}")
-        # Waits for the terms of an all-reduce, adds them and sends the sum, while the first thread goes on.
+        # Waits for the terms of an all-reduce, adds them and sends the sum, while the first thread continues.
         self._sums = Worker(f"sums of {name}")
         self._shares_hosts = shares_hosts
-        self._arriving: deque[tuple[int, Event]] = deque()  # bytes of all-reduces, and whether they are added
+        self._arriving: deque[tuple[int, Event]] = deque()  # bytes of each all-reduce, and whether its terms are added
 
     def _begin(self, axis: Axis, start: Start) -> Wait:
         assert axis.group is not None
         return self._messages.begin(start, axis.group.unfinished)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        """Every rank receives its slice of all tensors, adds them in rank order and sends all the sum; several overlap."""
+        """Every rank receives its slice of all tensors, adds the slices in rank order, and sends the sum to all ranks.
+        Several all-reduces overlap.
+        """
         if not self._goes_in_messages(tensor, axis):
             return super().all_reduce(tensor, axis, op)
         slices, is_added = list(tensor.detach().view(-1).tensor_split(axis.size)), Event()
@@ -68,7 +70,7 @@ class SocketBackend(TorchBackend):
             try:
                 arrived()
                 messages.combine(terms[0], terms, messages.REDUCTIONS[op])
-                mine.copy_(terms[0])  # on the first rank they are one tensor
+                mine.copy_(terms[0])  # on the first rank both are the same tensor
             finally:
                 terms.clear()
                 is_added.set()
@@ -78,21 +80,22 @@ class SocketBackend(TorchBackend):
         return self._sums.post(send_sum)
 
     def _goes_in_messages(self, tensor: Tensor, axis: Axis) -> bool:
-        """Whether an all-reduce is neither small, nor has much memory arriving, nor has hosts with several of its ranks:
-        there a ring crosses each host's link once."""
+        """Whether to send an all-reduce as messages between pairs.  Small ones use gloo, and so do those whose terms would
+        take too much memory.  If a host has several of the ranks, gloo's ring crosses each host's link only once.
+        """
         shares_hosts = axis.shares_hosts if self._shares_hosts is None else self._shares_hosts
         arriving = tensor.nbytes // axis.size * (axis.size - 1)
         return tensor.nbytes > _SMALL_BYTES and arriving <= _MOST_ARRIVING_BYTES and not shares_hosts
 
     def _limit_arriving(self, nbytes: int, is_added: Event) -> None:
-        """Wait for the oldest all-reduces until what arrives fits; in the thread that posts."""
+        """Wait until the oldest all-reduces have freed enough memory for `nbytes` more.  Runs in the thread of messages."""
         self._arriving = deque((size, is_added) for size, is_added in self._arriving if not is_added.is_set())
         while self._arriving and nbytes + sum(size for size, _ in self._arriving) > _MOST_ARRIVING_BYTES:
             self._arriving.popleft()[1].wait()
         self._arriving.append((nbytes, is_added))
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
-        """Messages to and from every other rank, straight to their positions in the result."""
+        """Exchange messages with every other rank.  They arrive at their positions in the result."""
         shards, tag = place_shard(out, shard, axis), messages.tag_of(label)
         leaving = [shards[axis.index]] * axis.size
 
@@ -102,7 +105,7 @@ class SocketBackend(TorchBackend):
         return self._begin(axis, start)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """The ranks' terms for this one into `out`, which is as long as `full`; the caller sums them."""
+        """Receive every rank's term for this rank into `out`, which is as long as `full`.  The caller sums the terms."""
         return self._swap_rows(axis, messages.REDUCE_TAG, out, full)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
@@ -114,7 +117,7 @@ class SocketBackend(TorchBackend):
         return self._begin(axis, lambda: _exchange(arriving, leaving, axis, messages.ALL_TO_ALL_TAG))
 
     def _swap_rows(self, axis: Axis, tag: int, out: Tensor, x: Tensor) -> Wait:
-        """Start to send row j of `x` to rank j, and to receive row i of `out` from rank i; contiguous."""
+        """Start to send row j of `x` to rank j, and to receive row i of `out` from rank i.  Both are contiguous."""
         arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
         arriving[axis.index].copy_(leaving[axis.index])
         return self._begin(axis, lambda: _exchange(arriving, leaving, axis, tag))
@@ -127,20 +130,20 @@ class SocketBackend(TorchBackend):
         if operation != "all_reduce" or not self._goes_in_messages(full, axis):
             return super().link_bytes(operation, full, axis)
         each, longer = divmod(full.numel(), axis.size)
-        mine = each + (axis.index < longer)  # the others' slices, and this one's sum to each of them
+        mine = each + (axis.index < longer)  # the slices of the other ranks, and this rank's sum for each of them
         return (full.numel() - mine + mine * (axis.size - 1)) * full.element_size()
 
     def check_order(self) -> None:
-        """Labels are compared with every gather."""
+        """Do nothing: every gather compares labels anyway."""
 
 
 def _exchange(arriving: _Tensors, leaving: _Tensors, axis: Axis, tag: int) -> Wait:
-    """Start to send to every other rank, and to receive from it."""
+    """Start to send to every other rank and to receive from each.  Returns the wait for all messages."""
     return partial(messages.wait_for, messages.swap(arriving, leaving, axis, tag))
 
 
 class CpuMessages(ProcessGroups):
-    """Messages of CPU ranks; while a rank waits for one, its collectives in shared memory go on."""
+    """Messages of CPU ranks.  Before a rank waits for a message, its collectives in shared memory make progress."""
 
     def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> list[Wait]:
         progress(axis.group)
@@ -149,9 +152,10 @@ class CpuMessages(ProcessGroups):
 
 
 def progress(group: Group | None) -> None:
-    """Continue all collectives in shared memory: they stand still while this rank waits for a message.
+    """Continue all collectives in shared memory, which make no progress while this rank waits for a message.
 
-    So its sender must not wait for one of them.  Groups that do not share memory may belong to another thread.
+    Otherwise this rank and the sender of the message could wait for each other.  Groups without shared memory are skipped,
+    because they may belong to another thread.
     """
     if group is not None and group.shares_memory and (poller := poller_of(group)) is not None:
-        poller.poll(0.0)  # of all channels of this rank
+        poller.poll(0.0)  # all channels of this rank

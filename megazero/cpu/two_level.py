@@ -55,7 +55,7 @@ _SCRATCH_BYTES = 1 << 23  # maximum for all slices in transit
 _LONGEST_ITEM = 16  # bytes of the longest type: slices are multiples of it
 
 _Op: TypeAlias = Callable[..., Tensor]
-_Parts: TypeAlias = list[list[Tensor]]  # by host, and by number on the host; 1-D, of equal length
+_Shards: TypeAlias = list[list[Tensor]]  # by host, and by number on the host; 1-D, of equal length
 
 
 class ThreadedChannel:
@@ -153,12 +153,12 @@ class TwoLevelBackend(SocketBackend):
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         place_shard(out, shard, axis)
         links = _Links(self._gather, self.hosts, axis, whole := label_of("all_gather", shard, axis, label))
-        return self._gather.start(whole, _all_gather(links, _parts(self.hosts, out.detach()), is_labelled=bool(label)))
+        return self._gather.start(whole, _all_gather(links, _shards(self.hosts, out.detach()), is_labelled=bool(label)))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         label = label_of("reduce_scatter", full, axis)
-        links, parts = _Links(self._reduce, self.hosts, axis, label), _parts(self.hosts, full.detach())
-        return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), parts, REDUCTIONS["sum"]))
+        links, shards = _Links(self._reduce, self.hosts, axis, label), _shards(self.hosts, full.detach())
+        return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), shards, REDUCTIONS["sum"]))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         return link_bytes_between(self.hosts, operation, full, axis)
@@ -170,13 +170,13 @@ class TwoLevelBackend(SocketBackend):
 
 def link_bytes_between(hosts: Hosts, operation: str, full: Tensor, axis: Axis) -> int:
     """Compute the bytes that a rank sends to other hosts in an operation.  `full`: the longer of its two buffers."""
-    part, others = full.nbytes // axis.size, hosts.count - 1
+    shard_bytes, others = full.nbytes // axis.size, hosts.count - 1
     if operation == "all_to_all":
-        return part * hosts.size * others
+        return shard_bytes * hosts.size * others
     if operation == "all_reduce":
         whole = _evenly(full, axis.size) * full.element_size()
         return others * (2 * whole // axis.size + full.nbytes - whole)
-    return part * others
+    return shard_bytes * others
 
 
 def _close_all(*threads: ThreadedChannel) -> None:
@@ -184,7 +184,7 @@ def _close_all(*threads: ThreadedChannel) -> None:
         thread.close()
 
 
-def _parts(hosts: Hosts, flat: Tensor) -> _Parts:
+def _shards(hosts: Hosts, flat: Tensor) -> _Shards:
     """Split a buffer into equal shards, one for each rank."""
     return [list(of_host.unbind(0)) for of_host in flat.view(hosts.count, hosts.size, -1).unbind(0)]
 
@@ -206,11 +206,11 @@ class _Links:
         return self.axis.ranks[host * self.hosts.size + self.hosts.local]
 
 
-def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Rounds:
+def _reduce_scatter(links: _Links, out: Tensor, shards: _Shards, op: _Op) -> Rounds:
     """Set `out` to the sum of every rank's shard for this rank.  `out` may be this rank's own shard."""
     thread, hosts = links.thread, links.hosts
     if not out.numel():
-        yield from shared_memory.reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
+        yield from shared_memory.reduce_scatter_rounds(thread.channel, out, shards[hosts.host], op)
         return
     rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's sum for each other host
     longest = min(_SLICE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
@@ -229,32 +229,31 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
         sums, leaving = window[: hosts.count], window[hosts.count :]
         messages = [links.receive(sums[other], other) for other in hosts.others]
         for other, total in zip(hosts.others, leaving, strict=True):
-            yield from shared_memory.reduce_scatter_rounds(
-                thread.channel, total, [part[at] for part in parts[other]], op
-            )
+            terms = [shard[at] for shard in shards[other]]
+            yield from shared_memory.reduce_scatter_rounds(thread.channel, total, terms, op)
             messages.append(links.send(total, other))
-        own = [part[at] for part in parts[hosts.host]]
+        own = [shard[at] for shard in shards[hosts.host]]
         yield from shared_memory.reduce_scatter_rounds(thread.channel, sums[hosts.host], own, op)
         under_way.append((out[at], sums, messages))
     while under_way:
         finish()
 
 
-def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> Rounds:
+def _all_gather(links: _Links, shards: _Shards, *, is_labelled: bool = False) -> Rounds:
     """Fill every rank's shard.  This rank's own shard is already filled."""
     thread, hosts = links.thread, links.hosts
-    mine = parts[hosts.host][hosts.local]
+    mine = shards[hosts.host][hosts.local]
     slices = slices_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
     check = start_comparing(links.label if is_labelled else "", links.axis, hosts.size, thread.wait_for)
     arriving = [
-        (other, at, links.receive(parts[other][hosts.local][at], other)) for at in slices for other in hosts.others
+        (other, at, links.receive(shards[other][hosts.local][at], other)) for at in slices for other in hosts.others
     ]
     leaving = [links.send(mine[at], other) for at in slices for other in hosts.others]
-    yield from shared_memory.all_gather_rounds(thread.channel, parts[hosts.host])
+    yield from shared_memory.all_gather_rounds(thread.channel, shards[hosts.host])
     check()
     for other, at, message in arriving:
         thread.wait_for([message])
-        yield from shared_memory.all_gather_rounds(thread.channel, [part[at] for part in parts[other]])
+        yield from shared_memory.all_gather_rounds(thread.channel, [shard[at] for shard in shards[other]])
     thread.wait_for(leaving)
 
 
@@ -268,9 +267,9 @@ def _all_reduce(links: _Links, flat: Tensor, op: _Op) -> Rounds:
     thread, hosts = links.thread, links.hosts
     divided = _evenly(flat, links.axis.size)
     if divided:
-        parts = _parts(hosts, flat[:divided])
-        yield from _reduce_scatter(links, parts[hosts.host][hosts.local], parts, op)
-        yield from _all_gather(links, parts)
+        shards = _shards(hosts, flat[:divided])
+        yield from _reduce_scatter(links, shards[hosts.host][hosts.local], shards, op)
+        yield from _all_gather(links, shards)
     rest = flat[divided:]
     if rest.numel() or not divided:
         yield from shared_memory.all_reduce_rounds(thread.channel, rest, op)
