@@ -112,7 +112,7 @@ class Channel:
             if self._broken:
                 raise RuntimeError(self._broken)
             if not self.peers:
-                raise RuntimeError("this rank has left the memory that it shared")
+                raise RuntimeError("this rank has closed its channel of shared memory")
             if any(peer.is_lost and not peer.signals for peer in self.peers):
                 self._fail("Connection closed by a rank of this host")
             if not self._poller.poll(deadline - time.monotonic()):
@@ -130,7 +130,7 @@ class Channel:
         """Run the operations as far as the peers' signals allow.
 
         An operation that is stopped half-way (by an interrupt, or for lack of memory) breaks the channel, here and on
-        the peers. Otherwise the next operation would take the peers' signals, and so their data, for its own.
+        the peers.  Otherwise the next operation would take the peers' signals, and so their data, for its own.
         """
         if self._broken:
             return
@@ -140,7 +140,9 @@ class Channel:
             self._broken = str(error)
             raise
         except BaseException as error:
-            self._broken = f"{type(error).__name__} in the middle of an operation of this rank; no other can follow"
+            self._broken = (
+                f"{type(error).__name__} stopped an operation of this rank half-way; its group can run no other"
+            )
             self.interrupt()
             raise
 

@@ -47,11 +47,11 @@ from megazero.parallel_state import Axis
 from megazero.parallel_state.axis import Wait
 from megazero.parallel_state.grid import Hosts
 
-# Up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two.
+# Up to this size, an all-reduce sends the whole sum of each host: more bytes, but one message instead of two.
 _SMALL_BYTES = 1 << 14
 _SLICE_BYTES = 1 << 18  # of a reduce-scatter's message
 _WINDOW = 4  # number of such slices in transit at once
-_SCRATCH_BYTES = 1 << 23  # maximum for all slices in transit
+_SCRATCH_BYTES = 1 << 23  # limit for all slices in transit together
 _LONGEST_ITEM = 16  # bytes of the longest type: slices are multiples of it
 
 _Op: TypeAlias = Callable[..., Tensor]
@@ -65,7 +65,7 @@ class ThreadedChannel:
         host_ranks: the ranks of this host.
         index: number of this rank among them.
         timeout_seconds: how long an operation may wait for a peer.
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, host_ranks: HostRanks, index: int, timeout_seconds: float, name: str) -> None:
@@ -96,7 +96,7 @@ class ThreadedChannel:
         return lambda: None
 
     def wait_for(self, messages: Sequence[Any]) -> None:
-        """Let the thread wait for messages.
+        """Wait for messages in the thread.
 
         Raises: RuntimeError: a peer has died or exceeded the timeout, or this rank has closed the channel.
         """
@@ -118,7 +118,7 @@ class ThreadedChannel:
         gloo cannot interrupt the wait for a message, so a thread in such a wait ends when the message arrives or times
         out.
         """
-        self._left = RuntimeError("this rank has left the memory that it shared")
+        self._left = RuntimeError("this rank has closed its channel of shared memory")
         self._worker.close(self._left, self.channel.interrupt)
         self.channel.close()
         self._poller.forget()
@@ -134,8 +134,8 @@ class TwoLevelBackend(SocketBackend):
     All-to-alls and shifts have one level and use sockets.
 
     Args:
-        name: of the axis.
-        reduce, gather: the threads in which reductions and gathers run.
+        name: name of the axis.
+        reduce, gather: the threads that run reductions and gathers.
     """
 
     needs_scratch = False
