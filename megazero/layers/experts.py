@@ -91,10 +91,12 @@ class RowGroups:
 
 def has_kernel(*factors: Tensor) -> bool:
     """Whether torch has one kernel that multiplies all groups.  Otherwise a loop over experts is as fast."""
-    return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and x.shape[-1] * x.element_size() % _ALIGNED == 0
-        for x in factors
-    )
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and _is_aligned(x) for x in factors)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether all rows begin at aligned addresses.  A transposed matrix has its columns in memory, one after the other."""
+    return all(stride * x.element_size() % _ALIGNED == 0 for stride in sorted(x.stride())[1:])
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,6 @@ from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
-from megazero.engine.micro_batches import read_on_host
 from megazero.formats.averaging import average_steps
 from megazero.layers import experts
 from megazero.layers.experts import Router
@@ -54,6 +53,7 @@ from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, divisors
+from megazero.training.batches import read_batches
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 MODEL = MIXTRAL | {"num_layers": 4, "num_experts": 8, "experts_per_token": 3}
@@ -271,7 +271,7 @@ def _train_biased(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
     samples = torch.randint(61, (SAMPLES, 17), generator=torch.Generator().manual_seed(STEPS)).numpy()
     stream: Any = SimpleNamespace(seq_len=16, batch=samples.__getitem__)
     size = 1 if engine.state.world.size == 1 else 3
-    engine.train_step(read_on_host(stream, 0, SAMPLES, size, engine.batch_slice), LR)
+    engine.train_step(read_batches(stream, 0, SAMPLES, size, engine.batch_slice), LR)
     tokens, after = engine.routers.load(1).tokens, whole(engine, "model")
     return got and got | {"tokens": tokens, "after": after}
 

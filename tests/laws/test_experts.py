@@ -12,12 +12,13 @@ from harness import run_world
 from plain_model import best_experts, expert_shares, swish
 from test_any_shape import _assert_agrees
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Categorical
 from worlds import MIXTRAL, STEPS, global_batch, on_one_state, pairwise, run_of, state_on, train_on, train_plainly
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExperts, Router
+from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExperts, Router, has_kernel
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, expert_spec, rows_spec
@@ -128,8 +129,9 @@ def _layer(rank: int, world: int, router: str, k: int) -> tuple[list[Tensor], li
 @pytest.mark.parametrize("router", ROUTERS)
 def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(router: str, k: int) -> None:
     """Experts, and ranks, without a token and with all of them; and ties: of two that are equal the first is taken."""
-    for world in (1, 2):
-        values, gradients, tallies = zip(*run_world(world, _layer, world, router, k), strict=True)
+    results = [run_world(world, _layer, world, router, k) for world in (1, 2)]  # nothing is forked after a backward
+    for of_ranks in results:
+        values, gradients, tallies = zip(*of_ranks, strict=True)
         x, weight, gate_up, down, seed = (list(each) for each in zip(*values, strict=True))
         exact = [torch.cat(x, 1), weight[0], torch.cat(gate_up), torch.cat(down)]
         plain_x, plain_router, gate_up, down = exact = [tensor.double().requires_grad_() for tensor in exact]
@@ -145,6 +147,14 @@ def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(
         found = torch.cat(x, 1), sum(weight), torch.cat(gate_up), torch.cat(down)
         for got, wanted in zip(found, exact, strict=True):
             assert float((got.double() - wanted.grad).norm()) < 1e-5 * float(exact[0].grad.norm())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 8), (8, 12), (12, 8), (16, 1)])
+def test_the_grouped_kernel_takes_matrices_only_where_every_row_in_memory_is_aligned(rows: int, columns: int) -> None:
+    """cuBLAS and CUTLASS read 16 bytes at a time.  Matrices come as they lie in memory and, for the backward, transposed."""
+    with FakeTensorMode():
+        weights = torch.empty(4, rows, columns, dtype=torch.bfloat16, device="cuda")
+        assert has_kernel(weights) == has_kernel(weights.transpose(1, 2)) == (columns % 8 == 0)
 
 
 def test_each_layer_of_a_block_waits_for_its_own_weights() -> None:
