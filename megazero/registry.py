@@ -20,7 +20,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
     context          (ResolvedRun, document lengths of some samples | None) -> lines of `check` on attention   training
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
-    token file       (path, cache, Tokenizer, say) -> prefix of a pair with its tokens, by suffix                  data
+    token file       (path, cache, Tokenizer, log) -> prefix of a pair with its tokens, by suffix                  data
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
     callback         RunContext -> Callback, after the metrics are written             training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training

@@ -34,7 +34,7 @@ _SECRET = re.compile(
 _TOKEN = re.compile(r"(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox\w-).+|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}")
 
 #: Takes a line for the terminal.
-Say: TypeAlias = Callable[[str], None]
+Log: TypeAlias = Callable[[str], None]
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]

@@ -106,7 +106,7 @@ def test_a_service_has_the_numbers_of_metrics_jsonl_under_one_id_after_a_rollbac
     monkeypatch.chdir(tmp_path)
     run, lines, ids = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path / "run")}), [], []
     for start, rolled_back in ((0, 4), (4, None)):
-        context: Any = SimpleNamespace(run=run, start=Position(start), say=print)
+        context: Any = SimpleNamespace(run=run, start=Position(start), log=print)
         logger = LOGGERS[name](context)
         for step in range(start + 1, start + 5):
             record = replace(_record(step, val_loss=step / 8), sent_bytes={"dp": 48 * step})
@@ -139,7 +139,7 @@ def test_a_run_that_begins_at_step_0_has_a_new_id_and_what_a_service_raises_is_r
     run = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path)})
     known: list[str | None] = []
     for start in (0, 0, 4, 8):
-        context: Any = SimpleNamespace(run=run, start=Position(start), say=print)
+        context: Any = SimpleNamespace(run=run, start=Position(start), log=print)
         logger = loggers.ServiceLogger(
             "some", lambda own: loggers.Service(own.id, lambda step, _: 1 / 0, print), context
         )
@@ -165,7 +165,7 @@ def test_a_run_goes_on_at_mlflow_under_its_id_after_a_resume_at_which_it_did_not
 
     def go_on(start: int, uri: str = server) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        logger: Any = LOGGERS["mlflow"](SimpleNamespace(run=run, start=Position(start), say=print))  # type: ignore[arg-type]
+        logger: Any = LOGGERS["mlflow"](SimpleNamespace(run=run, start=Position(start), log=print))  # type: ignore[arg-type]
         logger.after_step(_record(start + 1))
         logger.close()
 
@@ -188,7 +188,7 @@ def test_where_mlflow_does_not_answer_a_run_is_logged_in_files(
         monkeypatch.setenv(name, value)
     run = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path)})
     for start in (0, 1):
-        logger: Any = LOGGERS["mlflow"](SimpleNamespace(run=run, start=Position(start), say=print))  # type: ignore[arg-type]
+        logger: Any = LOGGERS["mlflow"](SimpleNamespace(run=run, start=Position(start), log=print))  # type: ignore[arg-type]
         logger.after_step(_record(start + 1))
         logger.close()
     assert capsys.readouterr().out.count("does not answer") == 2

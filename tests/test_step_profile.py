@@ -21,7 +21,7 @@ from megazero.plan.step_callbacks import MemorySnapshot, StepProfile, add_snapsh
 
 def _profiled(rank: int, run: Any) -> list[bool]:
     """Five steps, each of one product; rank 2 works longest, and rank 1 has gone back to step 2 once like the others."""
-    context: Any = SimpleNamespace(run=run, engine=SimpleNamespace(state=state_on(rank, run)), say=print)
+    context: Any = SimpleNamespace(run=run, engine=SimpleNamespace(state=state_on(rank, run)), log=print)
     callback, is_on = StepProfile(context), []
     for step in (1, 2, 2, 3, 4, 5):
         if step == 2 and len(is_on) == 2:
@@ -58,7 +58,7 @@ def test_memory_is_recorded_in_one_step_and_where_it_runs_out(tmp_path: Path, mo
 
     def steps(device: str) -> Any:
         state = SimpleNamespace(rank=0, device=torch.device(device))
-        callback = MemorySnapshot(SimpleNamespace(run=run, engine=SimpleNamespace(state=state), say=said.append))  # type: ignore[arg-type]
+        callback = MemorySnapshot(SimpleNamespace(run=run, engine=SimpleNamespace(state=state), log=said.append))  # type: ignore[arg-type]
         for step in (1, 2, 3):
             callback.before_step(Position(step - 1))
             callback.after_step(_record(step))

@@ -39,7 +39,7 @@ from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.data.sealed import parse_json
 from megazero.parallel_state import ParallelState
-from megazero.settings import Say, listed
+from megazero.settings import Log, listed
 
 HEARTBEAT_SECONDS = 10.0  # time between two heartbeats
 GONE_SECONDS = 60.0  # an owner without a heartbeat for this long has ended
@@ -223,7 +223,7 @@ class Ownership:
     step does not wait for a storage that does not answer.
 
     Args:
-        say: prints a line on the terminal of rank 0.
+        log: prints a line on the terminal of rank 0.
         wants_stop: asked while the run waits to see whether another owner still runs.
 
     Attributes:
@@ -236,8 +236,8 @@ class Ownership:
 
     root: Folder
 
-    def __init__(self, config: RunConfig, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
-        self._config, self._state, self._say, self._wants_stop = config, state, say, wants_stop
+    def __init__(self, config: RunConfig, state: ParallelState, log: Log, wants_stop: Callable[[], bool]) -> None:
+        self._config, self._state, self._log, self._wants_stop = config, state, log, wants_stop
         self._locks: list[DirectoryLock] = []  # on rank 0; the last one is that of `root`
         self._error: OwnerError | None = None
         self._thread = threading.Thread(target=self._send_heartbeats, name="lock", daemon=True)
@@ -287,7 +287,7 @@ class Ownership:
         has_said = False
         while waits_for := on_first(self._try_to_take, world, CheckpointError):
             if not has_said:
-                self._say(f"{waits_for}; waiting about {GONE_SECONDS:.0f} s to see whether it still runs")
+                self._log(f"{waits_for}; waiting about {GONE_SECONDS:.0f} s to see whether it still runs")
             has_said = True
             if any(gather_objects(self._wants_stop(), world)):
                 raise OwnerError(f"{waits_for}; this run was asked to stop before it knew whether that one still runs")
@@ -307,7 +307,7 @@ class Ownership:
                 elif (owner := lock.try_to_take()) is not None:
                     return f"{lock.folder} belongs to {owner}"
                 elif lock.taken_from is not None:
-                    self._say(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
+                    self._log(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
         except OSError as error:
             hint = "correct training.run_dir or checkpoint.directory, or make the bucket"
             raise CheckpointError(f"{lock.folder} cannot be written ({error}); {hint}") from error
@@ -325,7 +325,7 @@ class Ownership:
     def _heartbeat(self, lock: DirectoryLock) -> None:
         try:
             if not lock.heartbeat():
-                self._say(f"{lock.folder}: the lock file of this run had been removed or moved away; made again")
+                self._log(f"{lock.folder}: the lock file of this run had been removed or moved away; made again")
         except OwnerError as error:
             self._error = error
 

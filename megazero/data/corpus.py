@@ -23,7 +23,7 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.registry import added
-from megazero.settings import Say
+from megazero.settings import Log
 
 #: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.
 PYTHON_STDLIB: Final = "python-stdlib"
@@ -52,7 +52,7 @@ def open_corpus(
     vocab_size: int,
     eod_token: str | None = None,
     ends_as: Sequence[str] = (),
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Corpus:
     """Open the sources of a run, check them against the model, and give each sample an index.
 
@@ -64,7 +64,7 @@ def open_corpus(
         validation_fraction: fraction of each source's windows that is held out, from the end; 0 for none.
         cache_dir: directory for "python-stdlib" and for records of what has been verified.
         vocab_size: rows of the model's embedding.
-        say: called with a line of text before a long read.
+        log: called with a line of text before a long read.
 
     Raises:
         FileNotFoundError: a source or the tokenizer is missing.
@@ -83,12 +83,12 @@ def open_corpus(
     for name, _ in sources:
         prefix = Path(name)
         if name == PYTHON_STDLIB:
-            prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token, say)
+            prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token, log)
         elif is_raw(prefix):
-            prefix = added("token file")[prefix.suffix](prefix, cache_dir, own, say)
+            prefix = added("token file")[prefix.suffix](prefix, cache_dir, own, log)
         dataset = IndexedDataset(prefix)
         windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
-        identity = verified_identity(dataset, cache_dir, say)
+        identity = verified_identity(dataset, cache_dir, log)
         windows = replace(windows, content=identity.content)
         _check_fits(name, identity, tokenizer, own, vocab_size)
         contents.append(identity.content)
@@ -206,7 +206,7 @@ def build_python_stdlib(
     cache_dir: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str],
     eod_token: str | None = None,
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Path:
     """Return the prefix of the tokenized standard library.  Build it first if `cache_dir` does not have it.
 
@@ -220,7 +220,7 @@ def build_python_stdlib(
     prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{encoder.fingerprint}"
     if _is_complete(prefix):
         return prefix
-    with locked(prefix, "python-stdlib is kept", say):
+    with locked(prefix, "python-stdlib is kept", log):
         if not _is_complete(prefix):  # another process may have built it meanwhile
             _tokenize(stdlib_files(), prefix, encoder)
     return prefix

@@ -23,7 +23,7 @@ import xxhash
 
 from megazero.data.indexed import IndexedDataset, pair_paths
 from megazero.data.sealed import parse_json, seal, unseal
-from megazero.settings import Say, write_text
+from megazero.settings import Log, write_text
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
@@ -87,14 +87,14 @@ def write_identity(path: Path, identity: Identity) -> None:
 
 
 def verified_identity(
-    dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Say = lambda _: None
+    dataset: IndexedDataset, cache_dir: str | os.PathLike[str], log: Log = lambda _: None
 ) -> Identity:
     """Return the identity of a pair.  Its bytes are read once, and again if its files change.
 
     Args:
         dataset: the opened pair.
         cache_dir: a directory of this machine, or one that several machines share.
-        say: called with a line before a long read, or before a wait for a process that reads.
+        log: called with a line before a long read, or before a wait for a process that reads.
 
     Raises:
         ValueError: the pair differs from what its writer wrote, or changes while it is read.
@@ -107,8 +107,8 @@ def verified_identity(
         return known
     size = sum(state[0] for state in before["files"])
     if is_large := size >= _LARGE_BYTES:
-        say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once; {memory.parent} remembers it")
-    with locked(memory, "verified data is remembered", say, poll_seconds=_LOOK_SECONDS if is_large else 0.05):
+        log(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once; {memory.parent} remembers it")
+    with locked(memory, "verified data is remembered", log, poll_seconds=_LOOK_SECONDS if is_large else 0.05):
         if (known := _remembered(memory, before)) is not None:  # another process has read it meanwhile
             return known
         identity = _verify(dataset, pair)
@@ -118,13 +118,13 @@ def verified_identity(
     return identity
 
 
-def locked(path: Path, what: str, say: Say, *, poll_seconds: float = 0.05) -> AbstractContextManager[object]:
+def locked(path: Path, what: str, log: Log, *, poll_seconds: float = 0.05) -> AbstractContextManager[object]:
     """Hold the lock of a file in the cache within a `with` block.
 
     Args:
         path: the file.
         what: what the directory contains, for messages.
-        say: called with a line if another process holds the lock for long.
+        log: called with a line if another process holds the lock for long.
         poll_seconds: time between two attempts.
 
     Raises: OSError: the directory cannot be written.
@@ -137,7 +137,7 @@ def locked(path: Path, what: str, say: Say, *, poll_seconds: float = 0.05) -> Ab
         try:
             return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
         except Timeout:
-            say(f"waiting for the process that holds {path}.lock: it works on the same data")
+            log(f"waiting for the process that holds {path}.lock: it works on the same data")
             return lock.acquire(poll_interval=poll_seconds)
     except OSError as error:
         hint = "set data.cache_dir to a directory that can"

@@ -26,14 +26,14 @@ _LLM_C: Final = {20240520: "<u2", 20240801: "<u4"}  # by the first number of the
 _AT_ONCE: Final = 1 << 24  # ids
 
 
-def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer, say: Callable[[str], None]) -> Path:
+def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer, log: Callable[[str], None]) -> Path:
     """Return the prefix of a pair with the tokens of a raw file.  Write the pair if the cache does not have it.
 
     Args:
         path: the raw file.
         cache_dir: directory for the pair.
         tokenizer: the tokenizer of the tokens, whose end-of-document token separates documents.
-        say: prints a line on the terminal.
+        log: prints a line on the terminal.
 
     Raises:
         ValueError: the file is damaged or has another format.
@@ -42,10 +42,10 @@ def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer,
     files = [file for file in (path, Path(f"{path}.index")) if file.exists()]
     state = path.absolute(), tokenizer.fingerprint, [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files)]
     prefix = Path(cache_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(repr(state).encode())}"
-    with locked(prefix, "token files are kept as pairs", say):
+    with locked(prefix, "token files are kept as pairs", log):
         if not all(Path(f"{prefix}.{end}").exists() for end in ("bin", "idx")):
             tokens = _ids_of(path, tokenizer)
-            say(f"writing {path}, {len(tokens):,} tokens, as {prefix}.bin and .idx, once")
+            log(f"writing {path}, {len(tokens):,} tokens, as {prefix}.bin and .idx, once")
             _write(prefix, tokens, _ends_of(path, tokens, tokenizer.eod_id))
     return prefix
 

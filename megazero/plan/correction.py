@@ -168,5 +168,5 @@ class PlanCheck(Measuring):
             name = "" if plan.device in DEVICES else plan.device
         line, figures = plan.compared(self._run, name, median(self._seconds), peak, sent)
         if line:
-            self._say(line)
+            self._log(line)
             self._tried(lambda: add_measured(self._path, figures))

@@ -31,13 +31,13 @@ class Measuring(Callback):
     """A callback whose failures print a line and do not end training."""
 
     def __init__(self, context: RunContext) -> None:
-        self._run, self._state, self._say = context.run, context.engine.state, context.say
+        self._run, self._state, self._log = context.run, context.engine.state, context.log
 
     def _tried(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:  # of kineto, of CUDA or of the disk
-            self._say(f"{type(self).__name__} failed: {error!r}")
+            self._log(f"{type(self).__name__} failed: {error!r}")
 
 
 class StepProfile(Measuring):
@@ -69,7 +69,7 @@ class StepProfile(Measuring):
         if rank in (0, slowest):
             self._tried(lambda: _written(path, profiler.export_chrome_trace))
         own = f"rank {slowest} worked longest in them, {seconds[slowest]:.2f} s; rank 0 {seconds[0]:.2f} s"
-        self._say(f"profile of steps {self._first} to {record.step}: {own} | {path} (Perfetto)")
+        self._log(f"profile of steps {self._first} to {record.step}: {own} | {path} (Perfetto)")
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
         """Discard the profile.  The steps are profiled when they run again."""
@@ -89,7 +89,7 @@ class MemorySnapshot(Measuring):
         state, step = self._state, context.run.config.logging.memory_snapshot
         self._step = step if state.rank == 0 and state.device.type == "cuda" else 0
         if step and state.device.type != "cuda":
-            context.say("logging.memory_snapshot: torch has snapshots of CUDA's memory only, and this run is on a CPU")
+            context.log("logging.memory_snapshot: torch has snapshots of CUDA's memory only, and this run is on a CPU")
 
     def before_step(self, position: Position) -> None:
         if position.step + 1 == self._step:
@@ -97,7 +97,7 @@ class MemorySnapshot(Measuring):
 
     def after_step(self, record: StepRecord) -> None:
         if record.step == self._step:
-            self._say(f"memory of step {record.step}: {_write_snapshot(self._run, f'step-{record.step:08d}-rank-0')}")
+            self._log(f"memory of step {record.step}: {_write_snapshot(self._run, f'step-{record.step:08d}-rank-0')}")
             self._tried(lambda: torch.cuda.memory._record_memory_history(enabled=None))
 
 
@@ -179,7 +179,7 @@ class PipelineTrace(Callback):
     """Measures one step of a pipeline.  Rank 0 writes a picture and a Chrome trace of it to the run directory."""
 
     def __init__(self, context: RunContext) -> None:
-        self._run, self._engine, self._say = context.run, context.engine, context.say
+        self._run, self._engine, self._log = context.run, context.engine, context.log
         self._clock: ActionClock | None = None  # in the step that is measured
 
     def before_step(self, position: Position) -> None:
@@ -220,7 +220,7 @@ class PipelineTrace(Callback):
             write_text(name.with_suffix(".json"), trace_text(timeline, unit_us=1e6))
         except OSError as error:
             files = f"its picture could not be written ({error})"
-        self._say(
+        self._log(
             f"pipeline of step {step}: ranks idle {timeline.bubble_fraction:.1%} of the time (bubble); predicted "
             f"{predicted.bubble_fraction:.1%}, if every pass took the mean time of its kind and messages none "
             f"| {files}"

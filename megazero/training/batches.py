@@ -20,21 +20,21 @@ from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationS
 from megazero.engine.micro_batches import BatchSlice, placed, read_on_host
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
-from megazero.settings import Say, listed
+from megazero.settings import Log, listed
 
 
 def open_sources(
     config: RunConfig,
     sources: Sequence[tuple[str, float]] | None = None,
     validation_fraction: float | None = None,
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Corpus:
     """Open sources with the tokenizer, sample length and vocabulary of a resolved run.
 
     Args:
         sources: (source, weight) pairs; None for the sources that the run trains on.
         validation_fraction: None for the fraction that the run configures.
-        say: prints a line before a long read.
+        log: prints a line before a long read.
 
     Raises: as `open_corpus`.
     """
@@ -49,24 +49,24 @@ def open_sources(
         vocab_size=config.model.vocab_size,
         eod_token=config.data.eod_token,
         ends_as=[path for path, _ in trained],
-        say=say,
+        log=log,
     )
 
 
-def open_corpus_of(config: RunConfig, say: Say = lambda _: None) -> Corpus:
-    """Open the training and validation data of a resolved run on this rank; see `open_corpus` for `say` and the errors."""
-    corpus = open_sources(config, say=say)
+def open_corpus_of(config: RunConfig, log: Log = lambda _: None) -> Corpus:
+    """Open the training and validation data of a resolved run on this rank; see `open_corpus` for `log` and the errors."""
+    corpus = open_sources(config, log=log)
     trained_on = set(corpus.contents.values())  # by content: a source may have several paths
     named: dict[str, ValidationStream] = {}
     contents = dict(corpus.contents)
     for source in config.data.validation_sources:
-        alone = open_validation_source(config, source.path, trained_on, say)
+        alone = open_validation_source(config, source.path, trained_on, log)
         contents |= alone.contents
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
 
 
-def open_validation_source(config: RunConfig, path: str, trained_on: Collection[str], say: Say) -> Corpus:
+def open_validation_source(config: RunConfig, path: str, trained_on: Collection[str], log: Log) -> Corpus:
     """Open a validation source by itself.  Of a source that a run trains on, only what is held out is `validation`.
 
     Args:
@@ -74,28 +74,28 @@ def open_validation_source(config: RunConfig, path: str, trained_on: Collection[
 
     Raises: as `open_corpus`; UnfitDataError: the run trains on all of the source.
     """
-    alone, held_out = open_sources(config, [(path, 1.0)], 0.0, say), config.data.validation_fraction
+    alone, held_out = open_sources(config, [(path, 1.0)], 0.0, log), config.data.validation_fraction
     if alone.contents[path] not in trained_on:
         return alone
     if not held_out:
         found = f"{path} holds the same tokens as one of data.sources"
         hint = "set it, or leave the source out of data.validation_sources"
         raise UnfitDataError(f"{found}, and data.validation_fraction = 0 holds nothing of it out; {hint}")
-    return open_sources(config, [(path, 1.0)], held_out, say)
+    return open_sources(config, [(path, 1.0)], held_out, log)
 
 
-def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) -> Corpus:
+def open_same_corpus(config: RunConfig, world: Axis, log: Log = lambda _: None) -> Corpus:
     """Open the data of a run and check that all ranks read the same data.  Called on every rank, before the first step.
 
     Args:
         world: all ranks of the run.
-        say: prints a line before a long read.
+        log: prints a line before a long read.
 
     Raises:
         DataError: on every rank: some rank cannot open its data, or ranks have different data.
     """
     seconds = seconds_between_meetings(config.parallel.timeout_seconds)
-    corpus = agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds)
+    corpus = agree_in_time(lambda: open_corpus_of(config, log), world, DataError, seconds)
     own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
     if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
         order, tokenizer, _ = parts_of(corpus.fingerprint).items()
@@ -121,7 +121,7 @@ def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
     return "\n".join([*lines, "copy the same files to every host, or put them on a file system that all hosts share"])
 
 
-def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus:
+def without_trained(corpus: Corpus, ends: Mapping[str, int], log: Log) -> Corpus:
     """Remove from the validation data the windows that an earlier phase has trained on.
 
     Args:
@@ -139,7 +139,7 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus
             )
         if len(found) < len(stream):
             hint = "an earlier phase trained on the others"
-            say(f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; {hint}")
+            log(f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; {hint}")
         return found
 
     named = {name: left(f"data.validation_sources: {name}", source) for name, source in corpus.named_validation.items()}

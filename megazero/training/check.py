@@ -54,9 +54,9 @@ def _source_problems(config: RunConfig) -> Iterator[Problem]:
 
     def check(path: str) -> None:
         if path in trained:
-            contents.update(open_sources(config, [(path, 1.0)], say=_say).contents.values())
+            contents.update(open_sources(config, [(path, 1.0)], log=_log).contents.values())
         else:
-            open_validation_source(config, path, contents, _say)
+            open_validation_source(config, path, contents, _log)
 
     yield from source_problems(config, check)
 
@@ -87,7 +87,7 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 FILE_RULES: tuple[Rule, ...] = (tokenizer_problems, _source_problems, schedule_problems, directory_problems)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # what follows on stdout may be long in coming
 
 
@@ -114,7 +114,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))
     yield from of_device(schedule)
-    corpus = None if not_here(config) else open_corpus_of(config, _say)
+    corpus = None if not_here(config) else open_corpus_of(config, _log)
     samples = corpus.train.first_documents() if corpus is not None and config.data.document_mask else None
     yield from (("context", line) for lines_of in added("context").values() for line in lines_of(run, samples))
     yield from (("data", line) for line in _data(run, corpus))

@@ -73,9 +73,9 @@ class StopRequest:
             if self.mark is not None:
                 with contextlib.suppress(OSError):  # the launcher has ended
                     self.mark.touch()
-            self._say(f"{name}: finishing this step, then saving; a second signal ends at once")
+            self._log(f"{name}: finishing this step, then saving; a second signal ends at once")
         elif now - self._first > SAME_REQUEST_SECONDS:
-            self._say(f"{name} again: ended at once, nothing more is saved")
+            self._log(f"{name} again: ended at once, nothing more is saved")
             self._end_at_once()
 
     def _watch(self, reader: int) -> None:
@@ -83,7 +83,7 @@ class StopRequest:
             if number[0] in STOP_SIGNALS:
                 self.take(number[0])
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         # Only the first rank of a machine prints; ranks that were started here leave it to the launcher.
         if os.getpid() == self._owner and os.environ.get("LOCAL_RANK", "0") == "0":
             warn(line)

@@ -31,7 +31,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.registry import added
 from megazero.schedules.proof import ScheduleError
-from megazero.settings import Say
+from megazero.settings import Log
 from megazero.training.batches import fingerprint_of, open_same_corpus, without_trained
 from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
@@ -42,7 +42,7 @@ from megazero.training.watchdog import Watchdog
 
 
 def train(
-    run: ResolvedRun, state: ParallelState, show: Say, wants_stop: Callable[[], bool] = lambda: False
+    run: ResolvedRun, state: ParallelState, show: Log, wants_stop: Callable[[], bool] = lambda: False
 ) -> base.RunSummary:
     """Start or resume the training that a configuration describes.  Called on every rank.
 
@@ -65,28 +65,28 @@ def train(
 class Trainer:
     """The parts of a run, put together on one rank; `run` does its steps and closes them.  Arguments as `train`."""
 
-    def __init__(self, run: ResolvedRun, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
+    def __init__(self, run: ResolvedRun, state: ParallelState, log: Log, wants_stop: Callable[[], bool]) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
-        self.resolved, self.state, self.say = run, state, say
+        self.resolved, self.state, self.log = run, state, log
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
-            corpus = open_same_corpus(config, state.world, say)
-            self._ownership = closing.enter_context(Ownership(config, state, say, wants_stop))
-            self.checkpointing = Checkpointing(config, self._ownership.root, self.watchdog, say)
+            corpus = open_same_corpus(config, state.world, log)
+            self._ownership = closing.enter_context(Ownership(config, state, log, wants_stop))
+            self.checkpointing = Checkpointing(config, self._ownership.root, self.watchdog, log)
             is_new = not self.checkpointing.find()
             schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
             with explained(run, state):
                 self.engine = initialize(config, state, init_weights=is_new, schedule=schedule)
             closing.callback(self.engine.sharded_model.close)
-            closing.enter_context(recompile_limit_in_a_line(say))
+            closing.enter_context(recompile_limit_in_a_line(log))
             closing.push(lambda _kind, error, _trace: self.checkpointing.finish_save(error))
             self.engine.wants_stop = wants_stop
             start = self.checkpointing.resume(self.engine, corpus.fingerprint, partial(fingerprint_of, config))
-            corpus = without_trained(corpus, start.trained, say)
+            corpus = without_trained(corpus, start.trained, log)
             ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
             self.position = replace(start, trained={**start.trained, **ends})
             self._begin_phase()
-            self.context = base.RunContext(run, self.engine, corpus, self.position, say)
+            self.context = base.RunContext(run, self.engine, corpus, self.position, log)
             self._batches = ReadAhead(self._read)
             closing.callback(self._batches.close)
             on_first(self._prepare_run_dir, state.world, OSError)
@@ -195,7 +195,7 @@ class Trainer:
             )
         position = replace(record.position, step=loaded.step, phases=loaded.phases)
         hint = f"{record.samples} are left out; back to step {position.step}, continuing with sample {position.samples}"
-        self.say(f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {hint}")
+        self.log(f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {hint}")
         for callback in self.callbacks:
             callback.on_rollback(position)
         return position
@@ -207,9 +207,9 @@ class Trainer:
         saved = run_dir / "config.toml"
         try:
             if aside := save_config(self.resolved, saved):
-                self.say(f"{saved} was not written by a run: it is kept as {aside}")
+                self.log(f"{saved} was not written by a run: it is kept as {aside}")
         except OSError as error:
-            self.say(f"{saved} could not be written ({error}); the run goes on without it")
+            self.log(f"{saved} could not be written ({error}); the run goes on without it")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -181,8 +181,8 @@ def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(sav
         _refused(engine, directory, name)
 
 
-def _checkpointing(run: ResolvedRun, state: ParallelState, say: Callable[[str], None]) -> Checkpointing:
-    return Checkpointing(run.config, checkpoints_of(run.config), Watchdog(state, 60, Path()), say)
+def _checkpointing(run: ResolvedRun, state: ParallelState, log: Callable[[str], None]) -> Checkpointing:
+    return Checkpointing(run.config, checkpoints_of(run.config), Watchdog(state, 60, Path()), log)
 
 
 def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:

@@ -475,7 +475,7 @@ class _Keeps(Callback):
 def _kept(rank: int, run: ResolvedRun) -> float:
     engine, record = engine_on(rank, run, state=state_on(rank, run, shares_memory=False)), SimpleNamespace(metrics={})
     CALLBACKS.register("keeps", _Keeps)
-    callback = RegisteredCallback("keeps", SimpleNamespace(engine=engine, say=print))  # type: ignore[arg-type]
+    callback = RegisteredCallback("keeps", SimpleNamespace(engine=engine, log=print))  # type: ignore[arg-type]
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     assert engine.sharded_model.parameters.gathers._under_way
     callback.after_step(record)  # type: ignore[arg-type]

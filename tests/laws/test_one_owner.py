@@ -163,13 +163,13 @@ def test_a_run_that_loses_its_checkpoints_while_it_saves_publishes_nothing_more(
 def _ownership(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     wants_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[locks.Ownership, list[float]]:
     """Of one rank, and its clock."""
     run, now = _run_in(tmp_path, 1), [1000.0]
     monkeypatch.setattr(locks, "_now", lambda: now[0])
-    return locks.Ownership(run.config, state_on(0, run), say, wants_stop), now
+    return locks.Ownership(run.config, state_on(0, run), log, wants_stop), now
 
 
 def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
@@ -238,7 +238,7 @@ def test_a_process_that_was_frozen_looks_before_it_goes_on(tmp_path: Path, monke
 
 def test_a_run_whose_lock_file_was_removed_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    owner, now = _ownership(tmp_path, monkeypatch, say=said.append)
+    owner, now = _ownership(tmp_path, monkeypatch, log=said.append)
     with owner:
         (tmp_path / "run").rename(tmp_path / "other")
         now[0] += GONE_SECONDS + 1

@@ -13,7 +13,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
-from megazero.settings import Say
+from megazero.settings import Log
 
 Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]
 
@@ -117,7 +117,7 @@ class RunContext:
     engine: Engine  # the model (`engine.chunks`, asked for anew after every step), its optimizer, and `engine.state`
     corpus: Corpus  # training and validation samples
     start: Position  # where the run starts, or resumes
-    say: Say  # prints a line on the terminal, on rank 0 only
+    log: Log  # prints a line on the terminal, on rank 0 only
 
 
 class Callback:

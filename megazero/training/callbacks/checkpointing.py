@@ -19,7 +19,7 @@ from megazero.comm.messages import LostPeerError
 from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
-from megazero.settings import Say, hide_passwords
+from megazero.settings import Log, hide_passwords
 from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
@@ -35,11 +35,11 @@ class Checkpointing(Callback):
     Args:
         root: the directory of the checkpoints, which the run owns.
         watchdog: the run's watchdog.
-        say: prints a line on the terminal of rank 0; other threads may call it.
+        log: prints a line on the terminal of rank 0; other threads may call it.
     """
 
-    def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, say: Say) -> None:
-        self._run_config, self._config, self._root, self._say = config, config.checkpoint, root, say
+    def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, log: Log) -> None:
+        self._run_config, self._config, self._root, self._log = config, config.checkpoint, root, log
         self._watchdog, self._state = watchdog, watchdog.state
         self._axes = self._state.saving_axes(config.checkpoint.timeout_seconds)
         self._pruner = self._make_pruner() if self._config.keep_last else None
@@ -128,14 +128,14 @@ class Checkpointing(Callback):
         if self._origin is None:
             return Position()
         position = self._load(self._origin)
-        self._say(f"resumed {self.newest} at step {position.step}")
+        self._log(f"resumed {self.newest} at step {position.step}")
         if self._state.rank == 0:
             written = index.read_trainer_state(self._origin)
             for line in tell_changes(written, self._run_config, position):
-                self._say(line)
+                self._log(line)
             if is_of_earlier_release(written.data_fingerprint):
                 hint = "an earlier release noted only a sample of it"
-                self._say(f"its data was not compared with that of this run: {hint}")
+                self._log(f"its data was not compared with that of this run: {hint}")
         return position
 
     def roll_back(self, step: int) -> Position | None:
@@ -192,7 +192,7 @@ class Checkpointing(Callback):
             if older is None:
                 hint = "nothing was changed"
                 raise index.CheckpointError(f"{error}\nno older checkpoint is left in {self._root}; {hint}") from error
-            self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
+            self._log(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
             return self._load(older, before)
         self._last = self._origin = origin
         self._loaded_step = position.step
@@ -237,7 +237,7 @@ class Checkpointing(Callback):
         snapshot = snapshot_of(state, self._state, limit if config.asynchronous else 0)
         if snapshot.refusal is not None and config.asynchronous:
             hint = f"{snapshot.refusal} (checkpoint.host_memory_bytes, or checkpoint.asynchronous = false)"
-            self._say(f"training waits while checkpoints are written: {hint}")
+            self._log(f"training waits while checkpoints are written: {hint}")
         return Saver(snapshot, self._axes, self._report, after=lambda _: self._prune())
 
     def _make_pruner(self) -> Pruner:
@@ -265,17 +265,17 @@ class Checkpointing(Callback):
         except index.OwnerError:
             raise
         except index.CheckpointError as error:
-            self._say(f"checkpoints were not pruned: {error}")
+            self._log(f"checkpoints were not pruned: {error}")
             return
         if damage:
-            self._say("\n".join(["a checkpoint that is kept is damaged:", *damage]))
+            self._log("\n".join(["a checkpoint that is kept is damaged:", *damage]))
         if removed:
-            self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
+            self._log(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
 
     def _report(self, report: SaveReport) -> None:
         if report.error is not None:
-            self._say(f"{report.error}; training {'ends' if report.ends_run else 'continues'}")
+            self._log(f"{report.error}; training {'ends' if report.ends_run else 'continues'}")
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
         hint = f"training paused for {report.copy_seconds:.3f} s{waited}"
-        self._say(f"saved {report.folder.name}: {report.bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s; {hint}")
+        self._log(f"saved {report.folder.name}: {report.bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s; {hint}")

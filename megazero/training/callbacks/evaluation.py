@@ -75,7 +75,7 @@ class Evaluation(Callback):
     """
 
     def __init__(self, context: RunContext, before: Sequence[Callback], watchdog: Watchdog) -> None:
-        self._run, self._engine, self._say = context.run, context.engine, context.say
+        self._run, self._engine, self._log = context.run, context.engine, context.log
         self._before, self._watchdog = before, watchdog
         corpus = context.corpus
         self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
@@ -92,7 +92,7 @@ class Evaluation(Callback):
         for name, statistics in evaluate_on(due, run, self._engine).items():
             if not statistics.tokens:
                 hint = "no token of it is counted"
-                self._say(f"step {record.step}: {name or 'what is held out'} has no val_loss: {hint}")
+                self._log(f"step {record.step}: {name or 'what is held out'} has no val_loss: {hint}")
             elif name:
                 record.val_losses[name] = statistics.loss
             else:

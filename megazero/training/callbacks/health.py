@@ -7,7 +7,7 @@ from math import isfinite, sqrt
 from megazero.config.schema import TrainingConfig
 from megazero.engine import NonFiniteError, Position
 from megazero.engine.phases import unfinished_schedule
-from megazero.settings import Say
+from megazero.settings import Log
 from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepRecord
 
 _WARM_UP_STEPS = 20  # losses to see before the first judgement
@@ -19,14 +19,14 @@ class SkipSteps(Callback):
 
     def __init__(self, context: RunContext) -> None:
         run = context.run
-        self._context, self._training, self._say = context, run.config.training, context.say
+        self._context, self._training, self._log = context, run.config.training, context.log
         self._announced = 0  # the last step that was announced
 
     def on_start(self) -> None:
         """Warn if skipped steps prevent the learning rate from reaching the end of its schedule."""
         start, updates = self._context.start, self._context.engine.sharded_model.optimizer.steps_taken
         for line in unfinished_schedule(self._context.run.config, start.phase, start.step, updates):
-            self._say(line)
+            self._log(line)
 
     def before_step(self, position: Position) -> StepDecision | None:
         step = position.step + 1
@@ -38,7 +38,7 @@ class SkipSteps(Callback):
             self._announced = position.step + count
             samples = SampleRange(position.samples, self._context.run.samples_after(position.samples, count) - 1)
             which = f"step {step} is" if count == 1 else f"steps {step} to {self._announced} are"
-            self._say(f"{which} skipped (training.skip_steps): {samples}")
+            self._log(f"{which} skipped (training.skip_steps): {samples}")
         return StepDecision.SKIP
 
 
@@ -65,9 +65,9 @@ class NonFinitePolicy(Callback):
     Source: rolling back and skipping the samples: PaLM, Chowdhery et al. 2022, section 5.1.
     """
 
-    def __init__(self, training: TrainingConfig, say: Say) -> None:
+    def __init__(self, training: TrainingConfig, log: Log) -> None:
         self._policy, self._limit = training.on_non_finite, training.non_finite_limit
-        self._skip_steps, self._say = training.skip_steps, say
+        self._skip_steps, self._log = training.skip_steps, log
         self._in_a_row = self._rollbacks = 0
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
@@ -95,7 +95,7 @@ class NonFinitePolicy(Callback):
         if self._policy == "rollback":
             return StepDecision.ROLL_BACK
         what = "is not finite" if statistics.tokens else "has no loss"
-        self._say(f"step {record.step} {what}: {record.samples} are left out, no weight has changed")
+        self._log(f"step {record.step} {what}: {record.samples} are left out, no weight has changed")
         return None
 
 
@@ -110,8 +110,8 @@ class LossSpikes(Callback):
     Source: Finch 2009, Incremental calculation of weighted mean and variance, section 9.
     """
 
-    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]], say: Say) -> None:
-        self._sigmas, self._skip_steps, self._say = sigmas, skip_steps, say
+    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]], log: Log) -> None:
+        self._sigmas, self._skip_steps, self._log = sigmas, skip_steps, log
         self._seen, self._mean, self._variance = 0, 0.0, 0.0
 
     def after_step(self, record: StepRecord) -> None:
@@ -121,7 +121,7 @@ class LossSpikes(Callback):
         mean, sigmas = self._mean, self._take(record.loss)
         if sigmas is not None:
             record.metrics["loss_spike"] = sigmas
-            self._say(
+            self._log(
                 f"step {record.step}: loss {record.loss:.4f} is {sigmas:.1f} deviations above its recent mean {mean:.4f}; "
                 f"to train without {record.samples}, resume from an earlier step with "
                 f"{setting_to_skip(record.step, self._skip_steps)}"

@@ -55,7 +55,7 @@ class ServiceLogger(Callback):
 
     def __init__(self, service: str, open_run: Callable[[ServiceLogger], Service], context: RunContext) -> None:
         config, run_dir = context.run.config, Path(context.run.config.training.run_dir)
-        self.folder, self.name, self.say = run_dir / "loggers", run_dir.resolve().name, context.say
+        self.folder, self.name, self.log = run_dir / "loggers", run_dir.resolve().name, context.log
         self.folder.mkdir(parents=True, exist_ok=True)
         id_file = self.folder / f"{service}.id"
         self.known = (id_file.read_text().strip() or None) if context.start.step and id_file.exists() else None
@@ -100,11 +100,11 @@ def open_wandb(run: ServiceLogger) -> Service:
         may_send = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
         opened = wandb.init(mode=None if may_send else "offline", **given)
     except wandb.Error as error:
-        run.say(f"W&B does not answer ({error}): it is logged offline")
+        run.log(f"W&B does not answer ({error}): it is logged offline")
         wandb.teardown()  # its service still holds the id
         opened = wandb.init(mode="offline", **given)
     if opened.offline:
-        run.say(f"W&B is logged offline; to send it: wandb sync --append {run.folder}/wandb/offline-run-*")
+        run.log(f"W&B is logged offline; to send it: wandb sync --append {run.folder}/wandb/offline-run-*")
     opened.define_metric("*", step_metric="step")  # W&B's own step never goes back
     return Service(
         opened.id,
@@ -121,7 +121,7 @@ def open_mlflow(run: ServiceLogger) -> Service:
         try:
             return _mlflow_at(uri, run)
         except Exception as error:  # of the network, too
-            run.say(f"MLflow at {uri} does not answer ({error}): it is logged in {files}")
+            run.log(f"MLflow at {uri} does not answer ({error}): it is logged in {files}")
             opened = _mlflow_at(files, run)
             return opened._replace(id=run.known or opened.id)  # of the run that goes on where the server answers again
     return _mlflow_at(files, run)

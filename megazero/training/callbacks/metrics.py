@@ -20,7 +20,7 @@ from pathlib import Path
 from megazero.config.document import check_regular, copy_aside, to_toml
 from megazero.data.sealed import parse_json
 from megazero.engine import Position
-from megazero.settings import Say
+from megazero.settings import Log
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,8 +37,8 @@ class RecordFile(Callback):
         after_step: the last step before the run begins; records of later steps are removed, since they will be repeated.
     """
 
-    def __init__(self, path: Path, after_step: int, say: Say) -> None:
-        self._path, self._say = path, say
+    def __init__(self, path: Path, after_step: int, log: Log) -> None:
+        self._path, self._log = path, log
         self._written = after_step  # the last step that counts
         self._is_open = self._is_failing = False
 
@@ -66,11 +66,11 @@ class RecordFile(Callback):
             self.close()
             if not self._is_failing:
                 hint = "steps are missing in it until it can, the run goes on"
-                self._say(f"{self._path} cannot be written ({error}): {hint}")
+                self._log(f"{self._path} cannot be written ({error}): {hint}")
             self._is_failing = True
             return
         if self._is_failing:
-            self._say(f"{self._path} is written again from step {record.step}")
+            self._log(f"{self._path} is written again from step {record.step}")
         self._written, self._is_failing = record.step, False
 
     def _probe(self) -> None:
@@ -139,7 +139,7 @@ class MetricsFile(RecordFile):
 
     def _set_aside(self, after_step: int) -> None:
         hint = f"see {copy_aside(self._path)}"
-        self._say(f"{self._path} has lines that this run, which begins after step {after_step}, did not write: {hint}")
+        self._log(f"{self._path} has lines that this run, which begins after step {after_step}, did not write: {hint}")
 
     def _write(self, record: StepRecord) -> None:
         is_again = record.step == self._written
@@ -198,13 +198,13 @@ class TensorBoard(RecordFile):
         folder: folder for the events.
         start: where the run starts, or resumes.
         config: the run's configuration, as TOML.
-        say: prints a line on the terminal.
+        log: prints a line on the terminal.
     """
 
-    def __init__(self, folder: Path, start: Position, config: str, say: Say) -> None:
+    def __init__(self, folder: Path, start: Position, config: str, log: Log) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        super().__init__(folder, start.step, say)
+        super().__init__(folder, start.step, log)
         self._make_writer = SummaryWriter
         self._config = "\n".join(f"    {line}" for line in config.splitlines())
         self._start, self._tokens = start, array("q")  # after each step since the start
@@ -241,4 +241,4 @@ class TensorBoard(RecordFile):
 def tensorboard_of(context: RunContext) -> TensorBoard:
     """Return the TensorBoard writer of a run, in its run directory."""
     folder = Path(context.run.config.training.run_dir) / "tensorboard"
-    return TensorBoard(folder, context.start, to_toml(context.run), context.say)
+    return TensorBoard(folder, context.start, to_toml(context.run), context.log)

@@ -22,7 +22,7 @@ from megazero.engine.outline import may_compile, schedule_of
 from megazero.launchers import ALLOCATOR
 from megazero.layers.attention import torchs_choice
 from megazero.registry import added
-from megazero.settings import Say
+from megazero.settings import Log
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord, bytes_beside_torch
 
 _REDRAW_SECONDS = 0.1
@@ -36,8 +36,8 @@ class ProgressLine(Callback):
     On CUDA, it also prints the memory outside of torch's allocator, after the first step, when NCCL has connected.
     """
 
-    def __init__(self, run: ResolvedRun, say: Say, device: torch.device) -> None:
-        self._run, self._say, self._device = run, say, device
+    def __init__(self, run: ResolvedRun, log: Log, device: torch.device) -> None:
+        self._run, self._log, self._device = run, log, device
         self._steps, self._every = run.config.training.steps, run.config.logging.every_steps
         self._seconds_per_sample = 0.0
 
@@ -49,7 +49,7 @@ class ProgressLine(Callback):
         is_first = not self._seconds_per_sample
         if self._device.type == "cuda" and is_first:
             beside = bytes_beside_torch(self._device) / 2**20
-            self._say(f"beside torch's memory the device holds {beside:,.0f} MiB: communicators, and CUDA's own")
+            self._log(f"beside torch's memory the device holds {beside:,.0f} MiB: communicators, and CUDA's own")
         done, each = record.samples.last + 1, seconds / len(record.samples)
         self._seconds_per_sample = 0.9 * (self._seconds_per_sample or each) + 0.1 * each
         left = (self._run.samples_after(done, self._steps - record.step) - done) * self._seconds_per_sample
@@ -70,7 +70,7 @@ class ProgressLine(Callback):
         if record.skipped:
             scale = "" if record.skipped_steps is None else f", loss scale {statistics.loss_scale:g}"
             parts.append(f"skipped ({record.skipped}{scale})")
-        self._say(" | ".join([*parts, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
+        self._log(" | ".join([*parts, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
 
     def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:  # noqa: ARG002
         """Whether a step gets a line although nothing about it needs attention."""
@@ -146,21 +146,21 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
 
 def announce(context: RunContext) -> None:
     """Print a description of the run, and warnings about its data.  Called on every rank, before the first step."""
-    run, engine, start, say = context.run, context.engine, context.start, context.say
-    say(describe(run, engine))
+    run, engine, start, log = context.run, context.engine, context.start, context.log
+    log(describe(run, engine))
     if engine.state.rank:
         return
     more = [partial(line, run, schedule_of(run), engine.state.device) for line in added("start line").values()]
     for line_of in (partial(describe_kernels, engine), *more):
         try:
-            say(line_of())
+            log(line_of())
         except Exception as error:  # a line that describes a run does not end it
-            say(f"a line about the start is missing: {error!r}")
+            log(f"a line about the start is missing: {error!r}")
     stream, data = context.corpus.train, run.config.data
     samples = run.samples_after(start.samples, run.config.training.steps - start.step) - start.phase.first_sample
     borders = without_borders(stream.first_documents()) if data.document_mask else []
     for line in (*repeats([source.path for source in data.sources], stream, samples), *borders):
-        say(line)
+        log(line)
 
 
 def describe_kernels(engine: Engine) -> str:
@@ -217,7 +217,7 @@ def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
 
 
 @contextmanager
-def recompile_limit_in_a_line(say: Say) -> Iterator[None]:
+def recompile_limit_in_a_line(log: Log) -> Iterator[None]:
     """Within a `with` block, print one line when torch stops compiling a function, instead of a warning on every rank."""
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -225,7 +225,7 @@ def recompile_limit_in_a_line(say: Say) -> Iterator[None]:
             return True
         limit, count, function, reason, *_ = record.args
         hint = f"the last: {reason}"
-        say(f"slower from now on: {function} is not compiled any more, after {count} times ({limit}); {hint}")
+        log(f"slower from now on: {function} is not compiled any more, after {count} times ({limit}); {hint}")
         return False
 
     logger = logging.getLogger("torch._dynamo.convert_frame")

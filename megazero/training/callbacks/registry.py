@@ -15,7 +15,7 @@ from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, added, closest
-from megazero.settings import Problem, Say
+from megazero.settings import Log, Problem
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
@@ -133,7 +133,7 @@ class SafeLogger(RegisteredCallback):
     _registry = LOGGERS
 
     def __init__(self, name: str, context: RunContext) -> None:
-        self._say, self._worker = context.say, Worker()
+        self._log, self._worker = context.log, Worker()
         self._last_seconds = min(_LAST_SECONDS, context.run.config.parallel.timeout_seconds / 4)
         super().__init__(name, context)
 
@@ -142,7 +142,7 @@ class SafeLogger(RegisteredCallback):
             try:
                 call()
             except (Exception, SystemExit) as error:
-                self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
+                self._log(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
                 self._own = Callback()
 
         self._last = self._worker.begin(safely)
@@ -159,7 +159,7 @@ class SafeLogger(RegisteredCallback):
         self._worker.end()
         if not wait([self._last], self._last_seconds).done:
             found = f"was not done within {self._last_seconds:g} s"
-            self._say(f"logger {self._name!r} {found}: its last steps may be missing")
+            self._log(f"logger {self._name!r} {found}: its last steps may be missing")
 
 
 def _made(registry: Registry[Callable[[RunContext], Callback]], name: str, context: RunContext) -> Callback:
@@ -168,7 +168,7 @@ def _made(registry: Registry[Callable[[RunContext], Callback]], name: str, conte
         raise TypeError(f"it made {made!r}; its class must derive from megazero.training.callbacks.base.Callback")
     for method in sorted(set(dir(made)) - set(dir(Callback))):
         if method.startswith(("on_", "before_", "after_")) and (meant := closest(method, dir(Callback))):
-            context.say(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
+            context.log(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
     return made
 
 
@@ -192,7 +192,7 @@ def make_callbacks(
     world, names = context.engine.state.world, context.run.config.training.callbacks
 
     def closed_at_end(callback: Callback) -> Callback:
-        closing.push(partial(_close, callback, context.say))
+        closing.push(partial(_close, callback, context.log))
         return callback
 
     registered = agree(
@@ -202,14 +202,14 @@ def make_callbacks(
     return [callback if callback in registered else closed_at_end(callback) for callback in every]
 
 
-def _close(callback: Callback, say: Say, _kind: object, error: BaseException | None, _trace: object) -> None:
+def _close(callback: Callback, log: Log, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Close a callback.  If the run ends with an error, that error is raised, not one from closing."""
     try:
         callback.close()
     except Exception as failure:
         if error is None:
             raise
-        say(f"{failure}")
+        log(f"{failure}")
 
 
 def _in_order(
@@ -226,20 +226,20 @@ def _in_order(
     from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
     from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 
-    run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
+    run, engine, log, is_first = context.run, context.engine, context.log, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
-    metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
+    metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, log)] if is_first else []
     before, writers = [*metrics, checkpointing], [*metrics]
     if is_first:
         progress = ProgressDisplay if on_terminal() else ProgressLine
-        writers.append(progress(run, say, engine.state.device))
+        writers.append(progress(run, log, engine.state.device))
         names = dict.fromkeys([*["tensorboard"] * logging.tensorboard, *logging.loggers])
         writers += [SafeLogger(name, context) for name in names]
     return [
         SkipSteps(context),
-        NonFinitePolicy(training, say),
-        Stragglers(logging, engine.state, watchdog.open_store(), say),
-        LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
+        NonFinitePolicy(training, log),
+        Stragglers(logging, engine.state, watchdog.open_store(), log),
+        LossSpikes(logging.loss_spike_sigmas, training.skip_steps, log),
         *([] if engine.routers is None else [ExpertLoads(engine, logging.every_steps)]),
         *([SourceCounts(context)] if is_first else []),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),

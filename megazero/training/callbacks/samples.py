@@ -121,7 +121,7 @@ class TextCallback(Callback):
             callback.after_step(record)
         ended = self.do_on_first(lambda: self.work(record))
         if ended.problem:
-            self._context.say(f"step {record.step}: no {self.what}: {ended.problem}; the run goes on")
+            self._context.log(f"step {record.step}: no {self.what}: {ended.problem}; the run goes on")
         return StepDecision.STOP if ended.stop else None
 
     def do_on_first(self, work: Callable[[], object]) -> Ended:
@@ -177,4 +177,4 @@ class Samples(TextCallback):
             for ids, (token,) in zip(texts, self.ask([([*ids, 0], 1) for ids in texts], LIKELIEST), strict=True):
                 ids.append(int(token))
         for prompt, ids, text in zip(logging.sample_prompts, begun, texts, strict=True):
-            self._context.say(f"step {record.step} | {prompt!r} goes on {tokenizer.decode(text[len(ids) :])!r}")
+            self._context.log(f"step {record.step} | {prompt!r} goes on {tokenizer.decode(text[len(ids) :])!r}")

@@ -25,7 +25,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.registry import added
-from megazero.settings import Say
+from megazero.settings import Log
 from megazero.training.callbacks.base import Callback, StepRecord
 
 T = TypeVar("T")
@@ -130,12 +130,12 @@ class Stragglers(Callback):
 
     Args:
         store: the run's store; None in a world of one rank.
-        say: prints a line on the terminal of rank 0.
+        log: prints a line on the terminal of rank 0.
     """
 
-    def __init__(self, logging: LoggingConfig, state: ParallelState, store: Store | None, say: Say) -> None:
+    def __init__(self, logging: LoggingConfig, state: ParallelState, store: Store | None, log: Log) -> None:
         self._every = 0 if store is None else logging.straggler_every_steps
-        self._ratio, self._state, self._say = logging.straggler_ratio, state, say
+        self._ratio, self._state, self._log = logging.straggler_ratio, state, log
         self._store = None if store is None else PrefixStore("work", store)
         self._seconds: list[float] = []
         # On rank 0: the step to compare, the ranks that have not written it yet, and the work of the others.
@@ -170,9 +170,9 @@ class Stragglers(Callback):
         slow = slow_ranks(works, self._ratio)
         for work, median in slow[:_MOST_RANKS_NAMED]:
             hint = f"{work.seconds:.2f} s of its own work per step, the median is {median:.2f} s"
-            self._say(f"rank {work.rank} on {work.host} is slow: {hint}")
+            self._log(f"rank {work.rank} on {work.host} is slow: {hint}")
         if len(slow) > _MOST_RANKS_NAMED:
-            self._say(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
+            self._log(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
 
     def _read(self) -> bool:
         """Read the times that missing ranks have written.  Returns whether all ranks have written theirs."""
@@ -190,7 +190,7 @@ class Stragglers(Callback):
         try:
             return in_thread(lambda: call(store)).result(_LAST_SECONDS)
         except TimeoutError:
-            self._say("the store of the run does not answer: slow ranks are not looked for any more")
+            self._log("the store of the run does not answer: slow ranks are not looked for any more")
             self._store = None
         except RuntimeError:  # it has died
             pass

@@ -73,7 +73,7 @@ class Tasks(TextCallback):
             hint = f"{problem}; correct or leave out the task"
             raise ConfigError([Problem("evaluation.tasks", list(self._own.tasks), "must be tasks", hint)])
         if problem:
-            self._context.say(f"evaluation.tasks cannot be loaded, and are tried again when they are due: {problem}")
+            self._context.log(f"evaluation.tasks cannot be loaded, and are tried again when they are due: {problem}")
 
     def _load(self) -> None:
         tasks = manager_of(self._own.tasks, self._own.include_path).load(list(self._own.tasks))
@@ -90,7 +90,7 @@ class Tasks(TextCallback):
         found = lm_eval.evaluate(lm, self._tasks, limit=self._own.limit, bootstrap_iters=0, log_samples=False)
         record.metrics["tasks"] = scores = scores_of(found)
         shown = [f"{name} {value:.4f}" for name, value in scores.items()]
-        self._context.say(" | ".join([f"step {record.step}", *shown]))
+        self._context.log(" | ".join([f"step {record.step}", *shown]))
 
 
 def manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
