@@ -512,10 +512,10 @@ _PARTS = [((3, 2, 9), (), -1), ((3, 2, 5, 4), (3, 2), 2), ((3, 2, 9), (6, 3), -1
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "sizes", "dim"), _PARTS, ids=["whole", "heads", "widths"])
-def test_a_norm_of_parts_equals_its_formula_and_keeps_its_input_and_a_number(
+def test_a_norm_of_slices_equals_its_formula_and_keeps_its_input_and_a_number(
     shape: tuple[int, ...], sizes: tuple[int, ...], dim: int, dtype: torch.dtype, traced: bool, monkeypatch: Any
 ) -> None:
-    """The input is a view of something larger.  Each part is rounded once, as torch's operator does in 16 bits."""
+    """The input is a view of something larger.  Each slice is rounded once, as torch's operator does in 16 bits."""
     whole = _given((*shape[:2], 2 * shape[2], *shape[3:])).to(dtype)
     lengths = [part.shape[-1] for part in whole[:, :, : shape[2]].split(sizes or shape[2], dim)]
     weight, slope = 1 + _given((sum(lengths),)).to(dtype) / 4, _given(shape).cos().to(dtype)

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.memory import Arena, Copier, copier_on
-from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
+from megazero.layers.saved_tensors import SavedTensorHooks, checked_tensor, with_version
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
 NEAR = 2  # layers on the device if the arena is on the host
@@ -46,7 +46,7 @@ class ArenaStorage:
         whole = (tensor.untyped_storage().nbytes() // tensor.itemsize,)
         memory = tensor.data.as_strided(whole, (1,), 0).view(torch.uint8)
         self._memory: Tensor | None = memory  # all its bytes on the device
-        self._original: tuple[Tensor, int] | None = keep(tensor)  # None after it has left the device
+        self._original: tuple[Tensor, int] | None = with_version(tensor)  # None after it has left the device
         self._error: str | None = None  # no traceback, which would hold this object
         self._mark: Any | None = None  # mark of the copy that reads or writes the memory
         self._host = pool.acquire(memory.numel())
@@ -87,7 +87,7 @@ class ArenaStorage:
     def _check(self) -> None:
         if self._original is not None:
             try:
-                kept_tensor(self._original)
+                checked_tensor(self._original)
             except RuntimeError as error:
                 self._error = str(error)
 
@@ -128,7 +128,7 @@ class OffloadedLayer(SavedTensorHooks):
     def __init__(self, offload: ActivationStore, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
         self.before, self._offload, self._offloads = before, offload, offloads
-        self._kept: list[weakref.ref[ArenaStorage]] = []
+        self._saved: list[weakref.ref[ArenaStorage]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
@@ -136,8 +136,8 @@ class OffloadedLayer(SavedTensorHooks):
             return weight
         if not self._offloads or not self._offload.takes(tensor):
             return self.beneath.pack(tensor)
-        storage = self._offload.keep(tensor)
-        self._kept.append(weakref.ref(storage))
+        storage = self._offload.store(tensor)
+        self._saved.append(weakref.ref(storage))
         return ArenaView(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> Tensor:
@@ -145,9 +145,9 @@ class OffloadedLayer(SavedTensorHooks):
         return saved.tensor() if isinstance(saved, ArenaView) else self.beneath.unpack(saved)
 
     @property
-    def kept(self) -> list[ArenaStorage]:
+    def saved(self) -> list[ArenaStorage]:
         """The storages that the layer saved and still needs, in the order of the forward."""
-        return list(dict.fromkeys(storage for reference in self._kept if (storage := reference()) is not None))
+        return list(dict.fromkeys(storage for reference in self._saved if (storage := reference()) is not None))
 
 
 class ActivationStore:
@@ -232,7 +232,7 @@ class ActivationStore:
         stays = storage._cdata in self._stay or any(storage._cdata in held for held in self.shared.values())
         return storage.nbytes() >= self.smallest_bytes and not stays
 
-    def keep(self, tensor: Tensor) -> ArenaStorage:
+    def store(self, tensor: Tensor) -> ArenaStorage:
         """Store a tensor's storage in the arena, or return the stored one if it was saved before and has not changed."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
@@ -248,13 +248,13 @@ class ActivationStore:
     def _bring(self, layer: OffloadedLayer | None) -> None:
         if layer is not None:
             self._work_on(layer)
-            for storage in reversed(layer.kept):
+            for storage in reversed(layer.saved):
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
         """Free the device memory of all layers except this one and its neighbours."""
         near = [other for other in self._near if other is not layer] + [layer]
         gone, self._near = near[: -self._most_near], near[-self._most_near :]
-        stay = {storage for other in self._near for storage in other.kept}
-        for storage in (storage for other in gone for storage in other.kept if storage not in stay):
+        stay = {storage for other in self._near for storage in other.saved}
+        for storage in (storage for other in gone for storage in other.saved if storage not in stay):
             storage.leave()

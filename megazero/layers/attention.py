@@ -35,7 +35,7 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
-def one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """On CUDA, repeat keys and values so that each query head has its own.  On other devices every kernel accepts fewer."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1 or q.device.type != "cuda":
@@ -59,7 +59,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         [batch, heads, seq, size], with the memory layout of q.
     """
     if mask is not None or q.dtype == torch.float32:
-        k, v = one_for_each_head(q, k, v)
+        k, v = repeat_kv(q, k, v)
     fewer = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
 

@@ -24,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
-from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, torchs_choice, uncompiled
+from megazero.layers.attention import CausalAttention, causal_attention, repeat_kv, torchs_choice, uncompiled
 from megazero.layers.recompute import Tape
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.token_layout import EVERY_HEAD, HeadGroup, Tile
@@ -73,7 +73,7 @@ class WatchedAttention(TapedAttention):
         return super().whole(q, k, v, tape)
 
     def _watch(self, q: Tensor, k: Tensor) -> None:
-        each, _ = one_for_each_head(q, k, k)
+        each, _ = repeat_kv(q, k, k)
         lse = _forward(_kernel_of_tiles(q, each, each, None, True), q, each, each, None, True)[1]
         found = lse.flatten(2)[..., : q.shape[2]].amax((0, 2)).unflatten(0, (k.shape[1], -1)).amax(1) / _SHARPNESS**2
         self.largest = found if self.largest is None else torch.maximum(self.largest, found)
@@ -125,7 +125,7 @@ def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -
     Returns None if torch's formula must be used instead.
     """
     if mask is not None or q.dtype == torch.float32:
-        k, v = one_for_each_head(q, k, v)
+        k, v = repeat_kv(q, k, v)
     kernel = torchs_choice(q, k, v, mask, causal=mask is None)
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
@@ -175,7 +175,7 @@ class TileKernel:
         q, k, v = widened(q, k, v)
         mask, causal = _seen_in(tile, window, q)
         if mask is not None or q.dtype == torch.float32:
-            k, v = one_for_each_head(q, k, v)
+            k, v = repeat_kv(q, k, v)
         out, lse, *_ = _forward(_kernel_of_tiles(q, k, v, mask, causal), q, k, v, mask, causal)
         return out, lse.flatten(2)[..., : q.shape[2]]
 
@@ -193,7 +193,7 @@ class TileKernel:
         mask, causal = _seen_in(tile, window, q)
         heads = k.shape[1]
         if mask is not None or q.dtype == torch.float32:
-            k, v = one_for_each_head(q, k, v)
+            k, v = repeat_kv(q, k, v)
         kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel expects lse padded to this length

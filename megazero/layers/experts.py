@@ -401,9 +401,9 @@ class Balance:
         sums = torch.cat([chosen_of.view(samples, experts), counted.sum(0).unsqueeze(1)], dim=1)
         for axis in self.across:
             all_reduce(sums, axis).wait()
-        share = sums[:, :experts] / sums[:, experts:].clamp(min=1)
+        fraction = sums[:, :experts] / sums[:, experts:].clamp(min=1)
         score = (scores.view(*counted.shape, experts) * counted.unsqueeze(2)).sum(0)
-        return self.aux * experts / k * (share * score).sum()
+        return self.aux * experts / k * (fraction * score).sum()
 
 
 _LEAST_SUM = 1e-20  # of a token's scores before a division; lost in rounding beside any other
@@ -486,7 +486,7 @@ class Router(nn.Module):
         gates = self.choice.gates(scores, chosen)
         routing = Routing.of(chosen, self.experts, self.ep)
         if self.balance is not None and torch.is_grad_enabled():
-            gates = self.balance(gates, logits, self.shares(scores), routing, layout)
+            gates = self.balance(gates, logits, self.normalized(scores), routing, layout)
         return gates, routing
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -497,7 +497,7 @@ class Router(nn.Module):
         """Return the numbers by which the experts of a token are chosen.  fp32 [tokens, experts], unchanged in shape."""
         return scores
 
-    def shares(self, scores: Tensor) -> Tensor:
+    def normalized(self, scores: Tensor) -> Tensor:
         """Return the scores normalized so that those of a token add up to 1."""
         return scores
 
@@ -524,7 +524,7 @@ class SigmoidRouter(Router):
     def preferences(self, scores: Tensor) -> Tensor:
         return scores + self.bias
 
-    def shares(self, scores: Tensor) -> Tensor:
+    def normalized(self, scores: Tensor) -> Tensor:
         return scores / (scores.sum(-1, keepdim=True) + _LEAST_SUM)
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ _WHOLE = Axis("tp")
 
 
 class _SplitRMSNorm(torch.autograd.Function):
-    """RMSNorm of each part of x, computed in fp32 and rounded once; see `rms_norm`.
+    """RMSNorm of each slice of x, computed in fp32 and rounded once; see `rms_norm`.
 
     With r = 1 / rms(x), n the size of the last dimension, and sums over that dimension, for each token
 
@@ -35,13 +35,13 @@ class _SplitRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sizes: Sequence[int], dim: int, tp: Axis) -> Tensor:
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        parts = _cut(exact, sizes, dim)
-        squares = _sum_over_tp([torch.linalg.vector_norm(part, dim=-1, keepdim=True).square_() for part in parts], tp)
+        xs = _cut(exact, sizes, dim)
+        squares = _sum_over_tp([torch.linalg.vector_norm(xi, dim=-1, keepdim=True).square_() for xi in xs], tp)
         y = torch.empty_like(x, memory_format=torch.contiguous_format) if exact is x else exact
-        weights = _cut(weight, [part.shape[-1] for part in parts])
-        for part, square, w, place in zip(parts, squares, weights, _cut(y, sizes, dim), strict=True):
-            r = square.div_(part.shape[-1] * tp.size).add_(eps).rsqrt_()
-            torch.mul(part, r, out=place).mul_(w)
+        weights = _cut(weight, [xi.shape[-1] for xi in xs])
+        for xi, square, w, place in zip(xs, squares, weights, _cut(y, sizes, dim), strict=True):
+            r = square.div_(xi.shape[-1] * tp.size).add_(eps).rsqrt_()
+            torch.mul(xi, r, out=place).mul_(w)
         ctx.save_for_backward(x, weight, *squares)  # squares now hold 1 / rms
         ctx.sizes, ctx.dim, ctx.tp = sizes, dim, tp
         return y.to(x.dtype)
@@ -51,24 +51,24 @@ class _SplitRMSNorm(torch.autograd.Function):
         refuse_second_derivative("a norm")
         x, weight, *scales = ctx.saved_tensors
         exact, exact_grad = x.to(scales[0].dtype), grad.to(scales[0].dtype)
-        parts, grads = _cut(exact, ctx.sizes, ctx.dim), _cut(exact_grad, ctx.sizes, ctx.dim)
-        weights = _cut(weight.to(exact_grad.dtype), [part.shape[-1] for part in parts])
+        xs, grads = _cut(exact, ctx.sizes, ctx.dim), _cut(exact_grad, ctx.sizes, ctx.dim)
+        weights = _cut(weight.to(exact_grad.dtype), [xi.shape[-1] for xi in xs])
         dots, grad_weights = [], []
-        for part, dy, r, w in zip(parts, grads, scales, weights, strict=True):
-            products = (dy * part).mul_(r).flatten(0, -2)
+        for xi, dy, r, w in zip(xs, grads, scales, weights, strict=True):
+            products = (dy * xi).mul_(r).flatten(0, -2)
             dots.append((products @ w).view_as(r))
             grad_weights.append(products.sum(0))
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if exact_grad is grad else exact_grad
         dots, places = _sum_over_tp(dots, ctx.tp), _cut(grad_x, ctx.sizes, ctx.dim)
-        for part, dy, r, w, dot, place in zip(parts, grads, scales, weights, dots, places, strict=True):
+        for xi, dy, r, w, dot, place in zip(xs, grads, scales, weights, dots, places, strict=True):
             torch.mul(dy, w, out=place).mul_(r)
-            place.addcmul_(part, dot * r.square(), value=-1 / (part.shape[-1] * ctx.tp.size))
+            place.addcmul_(xi, dot * r.square(), value=-1 / (xi.shape[-1] * ctx.tp.size))
         grad_weight = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _cut(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Sequence[Tensor]:
-    """Split x into views.  A single part is x itself: most norms have one, and making a view would cost a fifth of
+    """Split x into views.  A single slice is x itself: most norms have one, and making a view would cost a fifth of
     their time.
     """
     return [x] if len(sizes) == 1 else x.split(sizes, dim)
@@ -79,7 +79,7 @@ def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
     if tp.size == 1:
         return numbers
     sums = reduce_from_tp(torch.cat([x.flatten() for x in numbers]), tp).split([x.numel() for x in numbers])
-    return [part.view_as(x) for part, x in zip(sums, numbers, strict=True)]
+    return [total.view_as(x) for total, x in zip(sums, numbers, strict=True)]
 
 
 def rms_norm(
@@ -92,18 +92,18 @@ def rms_norm(
 
     Args:
         x: [..., n].
-        weight: the weights of all parts, [n] each, one after the other; of the type of x, or wider.
+        weight: the weights of all slices, [n] each, one after the other; of the type of x, or wider.
         eps: added to the mean square.
-        sizes, dim: parts of x along a dimension that are normalized separately, each with its own weight; one part if
-            `sizes` is empty.
+        sizes, dim: sizes of the slices of x along a dimension that are normalized separately, each with its own weight;
+            one slice if `sizes` is empty.
         tp: the axis that splits the last dimension; mean squares are over the whole dimension.
     """
     sizes = sizes or (x.shape[dim],)
     # torch's kernel saves the same, and takes one type
     if tp.size == 1 and (torch.compiler.is_compiling() or (x.is_cuda and x.dtype == weight.dtype)):
-        parts = x.to(weight.dtype).split(sizes, dim)
-        weights = weight.split([part.shape[-1] for part in parts])
-        normed = [F.rms_norm(part, w.shape, w, eps) for part, w in zip(parts, weights, strict=True)]
+        xs = x.to(weight.dtype).split(sizes, dim)
+        weights = weight.split([xi.shape[-1] for xi in xs])
+        normed = [F.rms_norm(xi, w.shape, w, eps) for xi, w in zip(xs, weights, strict=True)]
         return (normed[0] if len(normed) == 1 else torch.cat(normed, dim)).to(x.dtype)
     result: Tensor = _SplitRMSNorm.apply(x, weight, eps, sizes, dim, tp)
     return result
@@ -133,7 +133,7 @@ class RMSNorm(nn.Module):
         name: prefix of the canonical name; the weight is `name.weight`.
         hidden_size: size of the last dimension.
         eps: added to the mean square.
-        sum_over_tp: each TP rank sees part of the sequence, so its gradient is partial.
+        sum_over_tp: each TP rank sees a shard of the sequence, so its gradient is partial.
     """
 
     init = Initializer("ones")

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.backend import address_of
 from megazero.comm.collectives import all_gather
-from megazero.layers.saved_tensors import SavedTensorHooks, innermost, keep, kept_tensor
+from megazero.layers.saved_tensors import SavedTensorHooks, checked_tensor, innermost, with_version
 from megazero.parallel_state import Axis
 
 #: An axis of one rank: tensors are saved whole.
@@ -49,7 +49,7 @@ class _Dropped:
         if self.remade is None:
             self.source.run_again()
         assert self.remade is not None
-        return kept_tensor(self.remade)
+        return checked_tensor(self.remade)
 
 
 class _View(NamedTuple):
@@ -121,7 +121,7 @@ class Recomputation(SavedTensorHooks):
             self._leaves.clear()
             self.leave()
         self._has_ended = True
-        self._recorded = [[self.beneath.pack(kept_tensor(tensor)) for tensor in results] for results in recorded]
+        self._recorded = [[self.beneath.pack(checked_tensor(tensor)) for tensor in results] for results in recorded]
         self.beneath.drop(self, [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)])
         return result
 
@@ -187,7 +187,7 @@ class Recomputation(SavedTensorHooks):
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         for number, reference in self._outputs.items():
             if (dropped := reference()) is not None:
-                dropped.remade = keep(outputs[number])
+                dropped.remade = with_version(outputs[number])
 
 
 def _default_generators() -> list[torch.Generator]:
@@ -246,7 +246,7 @@ class _Shard:
         whole = shard.new_empty(self._shape)
         all_gather(whole.view(-1), shard, self._axis).wait()
         if self._dropped is not None and (dropped := self._dropped()) is not None:
-            dropped.remade = keep(whole)
+            dropped.remade = with_version(whole)
 
 
 class _Collection(SavedTensorHooks):
@@ -260,11 +260,11 @@ class _Collection(SavedTensorHooks):
 
     def pack(self, tensor: Tensor) -> Any:
         self.signature.append(_Saved.of(tensor))
-        self.saved.append(keep(tensor))
+        self.saved.append(with_version(tensor))
         return self.saved[-1]
 
     def unpack(self, saved: Any) -> Tensor:
-        return kept_tensor(saved)
+        return checked_tensor(saved)
 
     def note_weight(self, weight: Any) -> None:
         self.weights.append(weight)
@@ -286,7 +286,7 @@ class Tape:
         self._recorded, self._replayed = None, list(results)
 
     def stop(self) -> list[list[tuple[Tensor, int]]]:
-        """Stop, and return the recorded tensors in the form of `kept_tensor`, since a caller may change them."""
+        """Stop, and return the recorded tensors in the form of `checked_tensor`, since a caller may change them."""
         recorded, self._recorded, self._replayed = self._recorded or [], None, []
         return recorded
 
@@ -296,7 +296,7 @@ class Tape:
             return tuple(tensor.detach() for tensor in self._replayed.pop(0))
         results = compute()
         if self._recorded is not None:
-            self._recorded.append([keep(tensor) for tensor in results])
+            self._recorded.append([with_version(tensor) for tensor in results])
         return results
 
 

@@ -89,13 +89,13 @@ class _Outermost(SavedTensorHooks):
     def pack(self, tensor: Tensor) -> Any:
         if self._script is not None:
             return self._script[0](tensor)
-        return keep(tensor)
+        return with_version(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
         if self._script is not None:
             unpacked: Tensor = self._script[1](saved)
             return unpacked
-        return kept_tensor(saved)
+        return checked_tensor(saved)
 
     def pack_weight(self, tensor: Tensor) -> None:  # noqa: ARG002
         return None
@@ -134,13 +134,13 @@ def forget_failed_backward() -> None:
     torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
-def keep(tensor: Tensor) -> tuple[Tensor, int]:
+def with_version(tensor: Tensor) -> tuple[Tensor, int]:
     """Save a tensor together with its version."""
     return tensor.detach(), tensor._version  # detached: a result that its own node holds would never be freed
 
 
-def kept_tensor(saved: tuple[Tensor, int]) -> Tensor:
-    """Return the tensor that `keep` saved.  Raises: RuntimeError: it was modified in between."""
+def checked_tensor(saved: tuple[Tensor, int]) -> Tensor:
+    """Return the tensor that `with_version` saved.  Raises: RuntimeError: it was modified in between."""
     tensor, version = saved
     if tensor._version != version:  # autograd does not check tensors that pass through hooks
         raise RuntimeError(

@@ -62,7 +62,7 @@ def calls(
         source: the ring rank that owns the keys.
         window: how many positions a query sees, including its own; None for no window.
         q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device decide which kernel is used.
-        kernel: for tiles that are called one by one.
+        kernel: for tiles that get a call each.
 
     Raises: ValueError: as `packs_tiles`.
     """
@@ -72,8 +72,7 @@ def calls(
         tables = shard.plan.tables(source, window, masked=where is None)
         if where is not None:
             return _few_calls(tables, window, *where, separates_long=takes_cudnn(q, k))
-        one_by_one = _one_by_one(tables, window)
-        return [call for tile in one_by_one for call in tile.calls_of(kernel, q, k)]
+        return [call for tile in _single_tiles(tables, window) for call in tile.calls_of(kernel, q, k)]
 
     shape = where or (q.shape[1], k.shape[1], q.dtype)
     return shard.derived((calls, source, window, type(kernel), shape), make)
@@ -248,7 +247,7 @@ def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device:
     return copied_to(device, samples), slice(None), copied_to(device, rows)
 
 
-def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
+def _single_tiles(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
     return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
@@ -262,16 +261,16 @@ def _few_calls(
     separates_long: give long documents their own calls.
     """
     found: list[Call] = []
-    tables = [_first_rows_apart(table, window) for table in tables]
+    tables = [_split_first_rows(table, window) for table in tables]
     sights = [_sights(table, window) for table in tables]
     for sight in sorted({Sight(*sight_of_tile) for its in sights for sight_of_tile in its.tolist()}):
         chosen = [table[(its == sight).all(1)] for table, its in zip(tables, sights, strict=True)]
         if (
             sight in (CAUSAL, EVERY_KEY)
             and sum(map(len, chosen)) == 1
-            and _keeps_its_shape(np.concatenate(chosen), seq)
+            and _is_whole_chunks(np.concatenate(chosen), seq)
         ):
-            found += _one_by_one(chosen, window)
+            found += _single_tiles(chosen, window)
             continue
         chosen = chosen * batch if len(chosen) == 1 else chosen
         sample, table = np.repeat(np.arange(batch), [len(tiles) for tiles in chosen]), np.concatenate(chosen)
@@ -280,14 +279,14 @@ def _few_calls(
         others = np.flatnonzero(~long)
         packed = [
             PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device)
-            for tiles in (others[chosen] for chosen in _apart((sample * seq)[others], table[others]))
+            for tiles in (others[chosen] for chosen in _without_repeats((sample * seq)[others], table[others]))
         ]
         documents = np.column_stack([sample, table[:, 0], rows])[long].tolist()
         found += [Documents([(*rows, _tile_of(rows[2])) for rows in documents], packed)] if documents else packed
     return found
 
 
-def _keeps_its_shape(table: Ints, seq: int) -> bool:
+def _is_whole_chunks(table: Ints, seq: int) -> bool:
     """Whether a tile consists of whole chunks of a sample.
 
     cuDNN compiles for each shape, and tiles of documents would have many shapes.
@@ -296,7 +295,7 @@ def _keeps_its_shape(table: Ints, seq: int) -> bool:
     return bool(np.isin(sizes, (seq, seq // 2, seq - seq // 2)).all())
 
 
-def _first_rows_apart(table: Ints, window: int | None) -> Ints:
+def _split_first_rows(table: Ints, window: int | None) -> Ints:
     """Split off the rows that see every key of a tile, if the kernel would hide keys from them.
 
     The kernel is given how many keys before a row are seen, and "all" for the keys after it.  It replaces "all" by the
@@ -337,7 +336,7 @@ def _sights(table: Ints, window: int | None) -> Ints:
     return np.stack([before, after], 1)
 
 
-def _apart(first_row: Ints, table: Ints) -> list[Ints]:
+def _without_repeats(first_row: Ints, table: Ints) -> list[Ints]:
     """Group tiles such that no row of queries or keys occurs twice in a group.  Return the indices of each group.
 
     first_row: first row of each tile's sample, among the rows of all samples.

@@ -1,6 +1,6 @@
 """Hides the forward's gathers and scatters over tp behind products, where sequence parallelism has them.
 
-    pieces      gather 0 | gather 1 | gather 2 | ...                     of each rank's part of the sequence
+    pieces      gather 0 | gather 1 | gather 2 | ...                     of each rank's sequence shard
                          | W x 0    | W x 1    | ...                     and before a scatter the other way around
 
 Pieces win where tp crosses a network, which is slow beside the products.  A token's product and the order of its sum over tp
@@ -52,7 +52,7 @@ class Piecewise:
         leaving = [start_scatter_sequence(product.forward(piece.flatten(0, 1), weight), tp) for piece in pieces]
         for _, pending in leaving:
             pending.wait()
-        return torch.cat([part for part, _ in leaving])
+        return torch.cat([shard for shard, _ in leaving])
 
 
 class Symmetric:

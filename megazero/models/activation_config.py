@@ -36,8 +36,8 @@ def _recompute(value: object) -> object:
     if isinstance(value, tuple) or (isinstance(value, str) and value in PRESETS):
         return value
     if not isinstance(value, list):  # the name in a log line, or a list without quotes, is a list of regions
-        parts = [part.strip() for part in re.split(r"[+,]", value.strip("[] "))] if isinstance(value, str) else []
-        raise PydanticCustomError("recompute", f"be {_TAKES}", {"choices": [*PRESETS], "listed": parts})
+        words = [word.strip() for word in re.split(r"[+,]", value.strip("[] "))] if isinstance(value, str) else []
+        raise PydanticCustomError("recompute", f"be {_TAKES}", {"choices": [*PRESETS], "listed": words})
     if wrong := [word for word in value if word not in REGIONS]:
         presets = [word for word in wrong if isinstance(word, str) and word in PRESETS]
         given = {"regions": ", ".join(REGIONS), "text": "".join(f"; {word} is a preset" for word in presets)}
@@ -196,11 +196,11 @@ class LayerPolicy:
     def name(self) -> str:
         """A description for log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
         regions = "+".join(region for region in REGIONS if region in self.recompute) or "none"
-        parts = [regions + (" but attention" if self.keep_attention else "")]
-        parts += ["cut over tp"] if self.partition else []
-        parts += ["on the host"] if self.offload else ["in one arena"] if self.contiguous else []
-        parts += [f"products in {self.fp8} fp8"] if self.fp8 else []
-        return ", ".join(parts)
+        words = [regions + (" but attention" if self.keep_attention else "")]
+        words += ["cut over tp"] if self.partition else []
+        words += ["on the host"] if self.offload else ["in one arena"] if self.contiguous else []
+        words += [f"products in {self.fp8} fp8"] if self.fp8 else []
+        return ", ".join(words)
 
 
 def layer_policies(

@@ -108,15 +108,15 @@ class RopeScaling(Section):
         """Return the scaled frequencies, [head size / 2], of the given ones.  `theta`: the base of the rotation."""
         if self.type == "linear":
             return frequencies / self.factor
-        kept = self._kept_by_turns(frequencies, theta) if self.type == "yarn" else self._kept_by_length(frequencies)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        ramp = self._ramp_by_turns(frequencies, theta) if self.type == "yarn" else self._ramp_by_length(frequencies)
+        return frequencies * (ramp + (1 - ramp) / self.factor)
 
-    def _kept_by_length(self, frequencies: Tensor) -> Tensor:
+    def _ramp_by_length(self, frequencies: Tensor) -> Tensor:
         """Llama 3.1: the share of each frequency that stays falls linearly with the turns in the original positions."""
         turns = (self.original_seq_len or 0) * frequencies / (2 * pi)
         return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
 
-    def _kept_by_turns(self, frequencies: Tensor, theta: float) -> Tensor:
+    def _ramp_by_turns(self, frequencies: Tensor, theta: float) -> Tensor:
         """YaRN: as above, but the share falls linearly with the index of the pair, between two whole indices."""
 
         def pair_with(turns: float) -> float:

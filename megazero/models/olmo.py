@@ -15,10 +15,10 @@ _FULL, _LOCAL, _WINDOW = "full_attention", "sliding_attention", 4096
 
 def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
     """Return what is not supported in a `config.json` with windows."""
-    kinds = {str(kind) for kind in config.get("layer_types") or ()}
-    if config.get("sliding_window", _WINDOW) is None and kinds != {_FULL}:
+    layer_types = {str(layer_type) for layer_type in config.get("layer_types") or ()}
+    if config.get("sliding_window", _WINDOW) is None and layer_types != {_FULL}:
         yield "sliding_window is null, and layers need one; write layer_types that are all 'full_attention'"
-    yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {_LOCAL}}, seq_len)
+    yield from LLAMA_FORMAT.problems({**config, "layer_types": layer_types - {_LOCAL}}, seq_len)
 
 
 def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
@@ -32,8 +32,8 @@ def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> 
 
 def written_windows(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of a `config.json` about windows."""
-    kinds = [_LOCAL if model.window_of(layer) else _FULL for layer in range(model.num_layers)]
-    return LLAMA_FORMAT.extra(model) | {"layer_types": kinds, "sliding_window": model.sliding_window}
+    layer_types = [_LOCAL if model.window_of(layer) else _FULL for layer in range(model.num_layers)]
+    return LLAMA_FORMAT.extra(model) | {"layer_types": layer_types, "sliding_window": model.sliding_window}
 
 
 def written_ropes(model: ModelConfig) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def read_windows(config: Mapping[str, Any], every: int) -> dict[str, Any]:
 
     Raises: ValueError: layers differ in another way.
     """
-    kinds = config.get("layer_types")
-    period = every if kinds is None else every_nth([kind == _FULL for kind in kinds], "layer_types")
+    types = config.get("layer_types")
+    period = every if types is None else every_nth([each == _FULL for each in types], "layer_types")
     windows = (None, None) if period == 1 else (config.get("sliding_window", _WINDOW), period)
     return LLAMA_FORMAT.read_extra(config) | dict(zip(WINDOWS, windows, strict=True))
 

@@ -123,7 +123,7 @@ def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
     """Count the transformer layers of each stage of a configured layout.  The words "embed" and "head" count as none."""
-    return [sum(part for part in stage if isinstance(part, int)) for stage in layout]
+    return [sum(count for count in stage if isinstance(count, int)) for stage in layout]
 
 
 def context_bytes(

@@ -15,8 +15,8 @@ def gpt2_block(layer: int, context: BuildContext) -> Block:
         return NamedRows(f"{prefix}.{name}.weight", count), NamedRows(f"{prefix}.{name}.bias", count)
 
     qkv, qkv_bias = (
-        tuple(NamedRows(f"{prefix}.attn.c_attn.{kind}", hidden, part * hidden, 3 * hidden) for part in range(3))
-        for kind in ("weight", "bias")
+        tuple(NamedRows(f"{prefix}.attn.c_attn.{suffix}", hidden, number * hidden, 3 * hidden) for number in range(3))
+        for suffix in ("weight", "bias")
     )
     attention_out, attention_bias = rows("attn.c_proj", hidden)
     up, up_bias = rows("mlp.c_fc", ffn)

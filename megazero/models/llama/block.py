@@ -28,9 +28,9 @@ def rotary_embedding(context: BuildContext, variant: Variant = LLAMA_2, layer: i
     """Return the rotary tables of a layer.  Layers of a stage with the same frequencies share them."""
     model, size = context.model, context.head_size
     theta, scaling = model.rope_of(layer) or (model.rope_theta, None)
-    kind, rotated = (NeighbourRotary, size // 2) if variant.rotates_adjacent else (RotaryEmbedding, size)
+    rotary, rotated = (NeighbourRotary, size // 2) if variant.rotates_adjacent else (RotaryEmbedding, size)
     frequencies = rotary_frequencies(size, theta, scaling, rotated=rotated, score_scale=model.score_scale)
-    return kind(frequencies, model.seq_len, context.device, has_shards=context.context is not None)
+    return rotary(frequencies, model.seq_len, context.device, has_shards=context.context is not None)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:
@@ -39,8 +39,8 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None,
     kernel = context.kernel if context.model.window_of(layer) else context.whole_kernel
     attention, mlp = llama_attention(prefix, context, rope, variant, kernel), _mlp(prefix, context, variant)
     norms = tuple(context.rms_norm(f"{prefix}.{name}", offset=variant.offset_norms) for name in variant.norms)
-    kind = _BLOCKS[variant.norm_place] if variant.experts is None else ExpertBlock
-    return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
+    block = _BLOCKS[variant.norm_place] if variant.experts is None else ExpertBlock
+    return block(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
 
 
 def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | MixtureOfExperts:
@@ -84,18 +84,18 @@ def _column(
 ) -> ColumnParallelLinear:
     """Return the projections into a block.  `name`: of the stored matrix, in families that store them as one."""
 
-    def named(kind: str) -> tuple[NamedRows, ...]:
+    def named(suffix: str) -> tuple[NamedRows, ...]:
         if name not in variant.fused:
-            return tuple(NamedRows(f"{prefix}.{key}_proj.{kind}", count) for key, count in rows.items())
+            return tuple(NamedRows(f"{prefix}.{key}_proj.{suffix}", count) for key, count in rows.items())
         *firsts, total = accumulate(rows.values(), initial=0)
-        stored = f"{prefix}.{name}_proj.{kind}"
+        stored = f"{prefix}.{name}_proj.{suffix}"
         return tuple(NamedRows(stored, count, first, total) for count, first in zip(rows.values(), firsts, strict=True))
 
     return context.column(named("weight"), named("bias") if biased else ())
 
 
 def _row(name: str, context: BuildContext, in_features: int, *, biased: bool) -> RowParallelLinear:
-    weight, bias = (NamedRows(f"{name}.{kind}", context.model.hidden_size) for kind in ("weight", "bias"))
+    weight, bias = (NamedRows(f"{name}.{suffix}", context.model.hidden_size) for suffix in ("weight", "bias"))
     return context.row(weight, in_features, bias if biased else None)
 
 

@@ -71,15 +71,15 @@ def llama_problems(config: Mapping[str, Any], _: int | None = None, *, rotated: 
     """Return what is not supported in a `config.json`.  `rotated`: the fraction of a head that the family rotates."""
     yield from rope_problems(config, rotated)
     layers = config.get("layer_types") or ()
-    if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
+    if other := sorted({str(layer_type) for layer_type in layers} - {"full_attention"}):
         yield f"layer_types has {', '.join(map(repr, other))}, which is not supported; each must be 'full_attention'"
 
 
 def _lost(config: Mapping[str, Any]) -> Iterator[str]:
     if dropout := config.get("attention_dropout"):
         yield f"attention_dropout = {dropout!r}: attention here drops nothing"
-    if (parts := config.get("pretraining_tp") or 1) != 1:
-        yield f"pretraining_tp = {parts!r}: here each product is computed at once, which gives the same numbers"
+    if (slices := config.get("pretraining_tp") or 1) != 1:
+        yield f"pretraining_tp = {slices!r}: here each product is computed at once, which gives the same numbers"
 
 
 LLAMA_FORMAT = HuggingFaceFormat().variant(
@@ -138,9 +138,10 @@ class LlamaFamily(ModelFamily):
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
         from megazero.models.llama.block import llama_block, rotary_embedding
 
-        kinds = {context.model.rope_of(layer): layer for layer in layers}
+        first_layers = {context.model.rope_of(layer): layer for layer in layers}
         ropes = {
-            kind: rotary_embedding(context, self.variant, layer) if kind else None for kind, layer in kinds.items()
+            rope: rotary_embedding(context, self.variant, layer) if rope else None
+            for rope, layer in first_layers.items()
         }
         return [llama_block(layer, context, ropes[context.model.rope_of(layer)], self.variant) for layer in layers]
 
@@ -202,15 +203,15 @@ def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
         rotated: the fraction of a head that the family rotates.
     """
     rope, problems = rope_keys(config), []
-    kind, key = _kind(rope), "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    if kind != "default" and kind not in ROPE_READS:
+    rope_type, key = _rope_type(rope), "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    if rope_type != "default" and rope_type not in ROPE_READS:
         known = ", ".join(map(repr, ("default", *ROPE_READS)))
         problems.append(f"{key}={config[key]!r} is not supported; the rope_type must be {known}")
-    if (share := rope.get("partial_rotary_factor", rotated)) != rotated:
-        problems.append(f"partial_rotary_factor={share!r} is not supported; it must be {rotated}")
+    if (fraction := rope.get("partial_rotary_factor", rotated)) != rotated:
+        problems.append(f"partial_rotary_factor={fraction!r} is not supported; it must be {rotated}")
     known_keys = {_THEIRS.get(name, name) for name in RopeScaling.model_fields}
     known_keys |= {"type", "rope_theta", "partial_rotary_factor"}
-    if kind in ROPE_READS and rope.get("factor") is None:
+    if rope_type in ROPE_READS and rope.get("factor") is None:
         return [*problems, f"{key} has no factor"]
     for name in (name for name in rope if name not in known_keys):
         if not rope[name] if name == "truncate" else rope[name] is not None:
@@ -223,14 +224,14 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, An
     """Return the keys of [model] about rotary positions, from a `config.json`.  `theta`: the family's default base."""
     rope = rope_keys(config)
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", theta)}
-    if (kind := _kind(rope)) == "default":
+    if (rope_type := _rope_type(rope)) == "default":
         return found
     original = _THEIRS["original_seq_len"]
     # As transformers does: a number outside the table counts more, and without any the model was trained on all positions.
     rope[original] = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
-    names = {name: rope.get(_THEIRS.get(name, name)) for name in ("factor", *ROPE_READS[kind])}
+    names = {name: rope.get(_THEIRS.get(name, name)) for name in ("factor", *ROPE_READS[rope_type])}
     return found | {
-        "rope_scaling": {"type": kind} | {name: value for name, value in names.items() if value is not None}
+        "rope_scaling": {"type": rope_type} | {name: value for name, value in names.items() if value is not None}
     }
 
 
@@ -243,7 +244,7 @@ def written_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": written}
 
 
-def _kind(rope: Mapping[str, Any]) -> str:
+def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")) or "default")
 
 
