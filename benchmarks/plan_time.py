@@ -257,7 +257,7 @@ def report() -> str:
         waits = ", ".join(f"{axis} {seconds * 1e3:.1f}" for axis, seconds in plan.exposed.items() if seconds > 1e-4)
         times = [f"{raw * 1e3:.1f}", f"{speed:.2f}", " ".join(f"{one * 1e3:.1f}" for one in medians)]
         times += [f"{found * 1e3:.1f}", f"{plan.seconds * 1e3:.1f}", f"{errors[-1]:+.1%}"]
-        rows.append([shape.title, *times, f"{max(kinds['compute'] for kinds in plan.by_kind) * 1e3:.1f}", waits])
+        rows.append([shape.title, *times, f"{max(kinds['compute'] for kinds in plan.by_activity) * 1e3:.1f}", waits])
         best.setdefault((shape.world, shape.hosts, shape.model), []).append((plan.seconds, found, shape.title))
     sizes = sorted(map(abs, errors))
     parts = [

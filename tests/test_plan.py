@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_with_what_would(file: Path) -> None:
 def test_the_parts_of_every_ranks_time_are_the_step(file: Path) -> None:
     run = load_config(file, ("parallel.pp=4", "zero.stage=2"), 8)
     plan = plan_of(run, cluster_of("h100", 8, 4), Assumptions())
-    for kinds in plan.time.by_kind:
+    for kinds in plan.time.by_activity:
         assert sum(kinds.values()) == pytest.approx(plan.time.seconds)
     slower = plan_of(run, cluster_of("h100", 8, 4), Assumptions(step_ratio=1.25))
     assert slower.time.seconds == pytest.approx(1.25 * plan.time.seconds)

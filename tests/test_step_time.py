@@ -60,7 +60,7 @@ def test_equal_stages_idle_as_the_papers_say(schedule: str, chunks: int) -> None
     parallel = {"pp": 4, "schedule": schedule} | ({"virtual_stages": chunks} if chunks > 1 else {})
     run = run_of(4, parallel=parallel)
     found = step_time_of(run, bare(4), uniform(run, 1.0, 2.0), 0.0)
-    assert mean(kinds["idle"] for kinds in found.by_kind) == pytest.approx(3 * 2 * 3 / chunks, rel=1e-4)
+    assert mean(kinds["idle"] for kinds in found.by_activity) == pytest.approx(3 * 2 * 3 / chunks, rel=1e-4)
     assert found.seconds == pytest.approx(8 * 2 * 3 + 3 * 2 * 3 / chunks, rel=1e-4)
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_own_as_much_state_step_it_as_long_whatever_ep_and_tp(offload
     runs = [
         run_of(8, 1, model=model, parallel=one, zero={"stage": 1, "offload": {"optimizer": offload}}) for one in shapes
     ]
-    took = [step_time_of(run, bare(8)).by_kind[0]["optimizer"] for run in runs]
+    took = [step_time_of(run, bare(8)).by_activity[0]["optimizer"] for run in runs]
     assert took == pytest.approx([took[0]] * 3, rel=0.02)
 
 

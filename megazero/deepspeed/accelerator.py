@@ -25,8 +25,8 @@ _ANSWERS, _OLD_NAMES = NAMES["answers"], NAMES["old_names"]
 class Accelerator:
     """DeepSpeed's accelerator calls for "cuda" or "cpu"."""
 
-    def __init__(self, kind: str) -> None:
-        self._name, self._is_cuda = kind, kind == "cuda"
+    def __init__(self, device_type: str) -> None:
+        self._name, self._is_cuda = device_type, device_type == "cuda"
 
     def __getattr__(self, name: str) -> Any:
         if name in _ANSWERS:

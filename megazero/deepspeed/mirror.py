@@ -131,8 +131,8 @@ def _has_module(path: str) -> bool:
 @cache
 def _is_unsupported(path: str) -> bool:
     """Return whether a pattern names it, or a module that it is in."""
-    parts = path.split(".")
-    parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    words = path.split(".")
+    parents = [".".join(words[:count]) for count in range(1, len(words) + 1)]
     return any(fnmatchcase(parent, pattern) for parent in parents for pattern in NAMES["unsupported"].split())
 
 

@@ -227,8 +227,8 @@ class PipelineModule(nn.Module):
 def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter:
     """Return the parameter at a dotted path of attributes."""
     found: Any = module
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
+    for name in attribute.split("."):
+        found = getattr(found, name, None)
     if not any(found is parameter for parameter in module.parameters()):
         names = ", ".join(name for name, _ in module.named_parameters())
         raise ValueError(f"layer {index} ({type(module).__name__}) has no parameter {attribute!r} to tie, but {names}")

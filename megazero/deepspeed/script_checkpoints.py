@@ -261,9 +261,9 @@ class CheckpointedEngine(nn.Module):
         """Refuse to save where something would be lost, or overwritten.  Raises: CheckpointError, RuntimeError."""
         if begun := self._begun():
             raise CheckpointError(f"{begun}, whose gradients a checkpoint does not hold; save after the step has ended")
-        for path, part in self.module.named_modules():
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
-                raise CheckpointError(f"module {path or type(part).__name__} has a get_extra_state(): use a buffer")
+        for path, module in self.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(f"module {path or type(module).__name__} has a get_extra_state(): use a buffer")
         self.bound.check()
         if tag in ("", ".", "..", index.LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
@@ -287,8 +287,8 @@ class CheckpointedEngine(nn.Module):
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the persistent buffers."""
-        parts = self.module.named_modules()
-        left_out = {f"{path}.{key}".lstrip(".") for path, part in parts for key in part._non_persistent_buffers_set}
+        every = self.module.named_modules()
+        left_out = {f"{path}.{key}".lstrip(".") for path, module in every for key in module._non_persistent_buffers_set}
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in left_out]
 
     def _gather_buffers(self) -> dict[str, Tensor]:

@@ -137,7 +137,7 @@ class ModuleReducer(ScriptReducer):
         super().__init__(*arguments)
         self._served: Callable[[], Any] = lambda: None
         # What the first pass has brought gradients to, the last one last; an order that is learned is no longer here.
-        self._came: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
+        self._arrived: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
 
     def serve(self, engine: Any) -> None:
         """Accept only gradients that a `ModuleEngine` admits.  The engine is not kept alive."""
@@ -156,26 +156,28 @@ class ModuleReducer(ScriptReducer):
 
     def count(self, order: LaunchOrder, gradients: BucketGradients, index: int) -> None:
         gradients.count(index, order.passes + 1)
-        if order in self._came and order.passes == 0:
-            self._came[order].pop(gradients, None)
-            self._came[order][gradients] = None
+        if order in self._arrived and order.passes == 0:
+            self._arrived[order].pop(gradients, None)
+            self._arrived[order][gradients] = None
 
     def learn_order(self, axis: Axis) -> None:
         """Adopt the order of the gradients in the last step's first pass on the first rank.  Collective, between steps."""
-        if not (learning := list(self._came)):
+        if not (orders := list(self._arrived)):
             return
-        numbers = [{gradients: number for number, gradients in enumerate(order.buckets)} for order in learning]
-        mine = [[of[gradients] for gradients in self._came[order]] for order, of in zip(learning, numbers, strict=True)]
-        for order, came in zip(learning, from_first(mine, axis), strict=True):
-            if came:  # else the next step's
-                _follow(order, came)
-                del self._came[order]
+        numbers = [{gradients: number for number, gradients in enumerate(order.buckets)} for order in orders]
+        mine = [
+            [of[gradients] for gradients in self._arrived[order]] for order, of in zip(orders, numbers, strict=True)
+        ]
+        for order, arrived in zip(orders, from_first(mine, axis), strict=True):
+            if arrived:  # else the next step's
+                _follow(order, arrived)
+                del self._arrived[order]
 
 
-def _follow(order: LaunchOrder, came: Sequence[int]) -> None:
-    """Reduce in the order `came`, numbers of buckets.  A bucket that is not listed follows its old neighbour."""
-    turn = {number: at for at, number in enumerate(came)}
-    turns, beside = [], turn[min(came)]
+def _follow(order: LaunchOrder, arrived: Sequence[int]) -> None:
+    """Reduce in the order `arrived`, numbers of buckets.  A bucket that is not listed follows its old neighbour."""
+    turn = {number: at for at, number in enumerate(arrived)}
+    turns, beside = [], turn[min(arrived)]
     for number in range(len(order.buckets)):
         beside = turn.get(number, beside)
         turns.append((beside, number))

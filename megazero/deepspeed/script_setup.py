@@ -272,10 +272,10 @@ def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
             raise ValueError(f"parameter {name}: another engine holds it; close that engine first, or use one for both")
 
     agree(check, state.world, ValueError)
-    for part in model.modules():
-        for key, parameter in part._parameters.items():
+    for submodule in model.modules():
+        for key, parameter in submodule._parameters.items():
             if isinstance(parameter, UngatheredParameter):
-                part._parameters[key] = parameter.restore()
+                submodule._parameters[key] = parameter.restore()
 
 
 def _held(model: nn.Module) -> str:

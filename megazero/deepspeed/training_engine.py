@@ -128,13 +128,13 @@ class StepReport:
             rates = ", ".join(f"{lr:.4g}" for lr in lrs)
             seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
             speed = every * config.train_batch_size / seconds
-            parts = [f"step {number}", f"loss {statistics.loss:.4f}", f"lr {rates}"]
-            parts += [f"grad norm {statistics.grad_norm:.3g}", f"{speed:,.1f} samples/s"]
+            texts = [f"step {number}", f"loss {statistics.loss:.4f}", f"lr {rates}"]
+            texts += [f"grad norm {statistics.grad_norm:.3g}", f"{speed:,.1f} samples/s"]
             if scaler is not None:
-                parts.append(f"loss scale {scaler.scale:g}, {scaler.skipped_steps} skipped")
-            parts += [f"{phase} {1e3 * seconds / every:.1f} ms" for phase, seconds in self._seconds.items()]
+                texts.append(f"loss scale {scaler.scale:g}, {scaler.skipped_steps} skipped")
+            texts += [f"{phase} {1e3 * seconds / every:.1f} ms" for phase, seconds in self._seconds.items()]
             self._seconds.clear()
-            self._show(", ".join(parts))
+            self._show(", ".join(texts))
         if self._writer is not None:
             scalars = {"Train/Samples/train_loss": statistics.loss, "Train/Samples/lr": lrs[0]}
             if scaler is not None:
@@ -259,8 +259,8 @@ class TrainingEngine(CheckpointedEngine):
         found = [problem for problem in gather_objects(own, world) if problem is not None]
         if failure is not None:
             raise failure
-        kind = StopIteration if all(ended for _, ended in found) else ValueError
-        raise kind("\n".join(dict.fromkeys(text for text, _ in found)))
+        error_type = StopIteration if all(ended for _, ended in found) else ValueError
+        raise error_type("\n".join(dict.fromkeys(text for text, _ in found)))
 
     def _mean_over_ranks(self, loss: Tensor) -> Tensor:
         """Average a loss over the data-parallel ranks."""

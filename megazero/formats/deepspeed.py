@@ -165,13 +165,14 @@ class _Reader:
             raise ValueError(f"only some ranks hold {', '.join(set().union(*flat) - {MASTER})}")
         ranges_of = _ranges_at_stage_3 if "fp32_flat_groups" in first else _ranges_at_stages_1_and_2
         for name, shape, held in ranges_of(ranks, listed):
-            for kind in flat[0]:
-                groups = [of_rank[kind] for of_rank in flat]
+            for state_kind in flat[0]:
+                groups = [of_rank[state_kind] for of_rank in flat]
                 elements = sum(min(span.numel, groups[span.rank][span.group].numel() - span.start) for span in held)
                 if elements != prod(shape):
-                    raise CheckpointError(f"{self.folder}: ranks hold {elements} elements of {kind} of {name}, {shape}")
+                    held_text = f"{elements} elements of {state_kind} of {name}, {shape}"
+                    raise CheckpointError(f"{self.folder}: ranks hold {held_text}")
                 tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
-                self.found.tensors.setdefault(kind, {})[name] = tensor
+                self.found.tensors.setdefault(state_kind, {})[name] = tensor
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
         """Return the flat groups of a rank, by kind."""
@@ -181,17 +182,17 @@ class _Reader:
         states = base["state"] if isinstance(base, dict) else dict(enumerate(base))  # a list if it is elastic
         flat = {MASTER: [tensor.detach().view(-1) for tensor in fp32]}
         for number, state in states.items():
-            for kind in self._moments(state, f"group {number}"):
-                flat.setdefault(kind, [torch.empty(0)] * len(fp32))[number] = state[kind].view(-1)
+            for state_kind in self._moments(state, f"group {number}"):
+                flat.setdefault(state_kind, [torch.empty(0)] * len(fp32))[number] = state[state_kind].view(-1)
         return flat
 
     def _moments(self, state: Mapping[str, Any], of: str) -> list[str]:
         """Return which moments a state holds.  Its step is recorded, and any other entry is listed as unknown."""
         if "step" in state:
             self.found.updates.add(int(state["step"]))
-        lines = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
+        lines = (f"optimizer state {state_kind!r} of {of}" for state_kind in state if state_kind not in (*ADAM, "step"))
         self.found.unknown += [line for line in lines if line not in self.found.unknown]
-        return [kind for kind in ADAM if kind in state]
+        return [state_kind for state_kind in ADAM if state_kind in state]
 
     def _check_updates(self, expected: int) -> None:
         """Compare AdamW's count of updates with that of the model file, which is `expected`."""
@@ -224,15 +225,15 @@ class _Reader:
                 self._moments(own, f"group {number}")
         for name in zero.folders():
             for file in zero.child(name).files():
-                kind, _, end = file.rpartition(".")
+                state_kind, _, end = file.rpartition(".")
                 loaded = self._load(f"{UNIVERSAL}/{name}/{file}") if end == "pt" else None
                 value = loaded.get("param") if isinstance(loaded, dict) else loaded
-                if kind == "step" and isinstance(value, int | float | Tensor):
+                if state_kind == "step" and isinstance(value, int | float | Tensor):
                     self.found.updates.add(int(value))
-                elif kind in (_FP32, *ADAM) and isinstance(value, Tensor):
+                elif state_kind in (_FP32, *ADAM) and isinstance(value, Tensor):
                     shape = shapes.get(name, value.shape)  # flat where it was written at stage 3
                     held = LazyTensor.of(value.view(shape if prod(shape) == value.numel() else value.shape))
-                    self.found.tensors.setdefault(MASTER if kind == _FP32 else kind, {})[name] = held
+                    self.found.tensors.setdefault(MASTER if state_kind == _FP32 else state_kind, {})[name] = held
                 else:
                     self.found.unknown.append(f"file {UNIVERSAL}/{name}/{file}")
 
@@ -261,8 +262,8 @@ class _Reader:
                 continue
             for name, (_, number) in zip(names[shape], found, strict=True):
                 own = base["state"].get(number, {})
-                for kind in self._moments(own, name):
-                    self.found.tensors.setdefault(kind, {})[name] = LazyTensor.of(own[kind])
+                for state_kind in self._moments(own, name):
+                    self.found.tensors.setdefault(state_kind, {})[name] = LazyTensor.of(own[state_kind])
                 if fp32:
                     self.found.tensors.setdefault(MASTER, {})[name] = LazyTensor.of(fp32[number])
         self.found.notes["moments of stage 0 were named in the order of the module's parameters"] = None
@@ -297,9 +298,9 @@ class _Reader:
         at_rest = [name for name in weights if name not in shapes] if shapes else []
         for name in at_rest:
             masters.setdefault(name, weights[name])
-            for kind in tensors.keys() & set(ADAM):
+            for state_kind in tensors.keys() & set(ADAM):
                 zeros = partial(torch.zeros, weights[name].shape)
-                tensors[kind][name] = LazyTensor(weights[name].shape, torch.float32, zeros)
+                tensors[state_kind][name] = LazyTensor(weights[name].shape, torch.float32, zeros)
         if at_rest:
             self.found.notes[f"frozen there, trained here with moments that begin at zero: {', '.join(at_rest)}"] = None
         for name in state["buffer_names"]:
@@ -350,10 +351,10 @@ def _ranges_at_stage_3(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shap
     for group, shapes in enumerate(listed):
         start = 0
         for name, shape in shapes.items():
-            share = -(-prod(shape) // len(ranks))
-            left = [max(min(share, prod(shape) - rank * share), 0) for rank in range(len(ranks))]
+            per_rank = -(-prod(shape) // len(ranks))
+            left = [max(min(per_rank, prod(shape) - rank * per_rank), 0) for rank in range(len(ranks))]
             yield name, shape, [_FlatRange(rank, group, start, numel) for rank, numel in enumerate(left)]
-            start += share
+            start += per_rank
         for rank, state in enumerate(ranks):
             if state["fp32_flat_groups"][group].numel() != start:
                 raise ValueError(f"group {group} of rank {rank} has not the {start} elements of its parameters")

@@ -115,29 +115,29 @@ def _state(
     folder: Folder, trainer: TrainerState, model: ModelConfig, table: NameTable, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]], int]:
     """Return the state to save, with meta tensors; a reader for each, by flat name; and the bytes of all tensors."""
-    kinds = state_kinds_of(read_manifest(folder))
-    weights = StoredTensors(folder, MASTER if MASTER in kinds else MODEL)
-    moments = {kind: StoredTensors(folder, kind) for kind in ADAM if kind in kinds}
-    if other := [kind for kind in kinds if kind not in (MODEL, MASTER, AVERAGE, *ADAM)]:
+    state_kinds = state_kinds_of(read_manifest(folder))
+    weights = StoredTensors(folder, MASTER if MASTER in state_kinds else MODEL)
+    moments = {state_kind: StoredTensors(folder, state_kind) for state_kind in ADAM if state_kind in state_kinds}
+    if other := [state_kind for state_kind in state_kinds if state_kind not in (MODEL, MASTER, AVERAGE, *ADAM)]:
         raise CheckpointError(f"{folder} holds {', '.join(other)}: only AdamW's state is written for others")
     state: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     reads: dict[str, Callable[[], Tensor]] = {}
 
-    def described(stored: StoredTensors, ours: str, theirs: Theirs, wanted: torch.dtype | None) -> tuple[Tensor, Any]:
+    def deferred(stored: StoredTensors, ours: str, theirs: Theirs, wanted: torch.dtype | None) -> tuple[Tensor, Any]:
         like = torch.empty(stored[ours].shape, dtype=wanted or stored[ours].dtype, device="meta")
         return like, partial(_given, stored, ours, theirs, model, like.dtype)
 
     for ours, shape in logical_shapes(model).items():
         theirs = table.theirs(ours)
-        state[theirs.name], reads[theirs.name] = described(weights, ours, theirs, dtype)
+        state[theirs.name], reads[theirs.name] = deferred(weights, ours, theirs, dtype)
         if ours == table.embedding and model.tie_embeddings:  # modules list a tied weight twice
-            state[table.head], reads[table.head] = described(weights, ours, theirs, dtype)
+            state[table.head], reads[table.head] = deferred(weights, ours, theirs, dtype)
         if not moments:
             continue
-        for kind, stored in moments.items():
-            name = f"state.{theirs.name}.{kind}"
-            optimizer[name], reads[f"optimizer.{name}"] = described(stored, ours, theirs, torch.float32)
+        for state_kind, stored in moments.items():
+            name = f"state.{theirs.name}.{state_kind}"
+            optimizer[name], reads[f"optimizer.{name}"] = deferred(stored, ours, theirs, torch.float32)
         optimizer[f"state.{theirs.name}.step"] = torch.tensor(float(trainer.optimizer_steps))
         settings = _settings(trainer, decays=len(shape) > 1)
         optimizer |= {f"param_groups.{theirs.name}.{key}": value for key, value in settings.items()}

@@ -94,10 +94,10 @@ class ForeignCheckpoint:
     optimizer_steps: int = 0
     optimizer: dict[str, Any] = field(default_factory=dict)
 
-    def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
+    def add_tensor(self, state_kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
         """Add a tensor.  A second tensor of the same kind and name is listed as unknown, as `entry`."""
-        if self.tensors.setdefault(kind, {}).setdefault(name, tensor) is not tensor:
-            self.unknown.append(f"{entry} (beside another {kind} of {name})")
+        if self.tensors.setdefault(state_kind, {}).setdefault(name, tensor) is not tensor:
+            self.unknown.append(f"{entry} (beside another {state_kind} of {name})")
 
     def add_step(self, step: int, *, entry: str) -> None:
         """Set the step of the run.  A contradicting step is listed as unknown, as `entry`."""
@@ -167,13 +167,13 @@ class ForeignCheckpoint:
         return self
 
 
-def match_kinds(
+def match_state(
     found: ForeignCheckpoint,
     model: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
     tables: Sequence[NameTable],
     *,
-    described_by: str,
+    model_source: str,
     ignore: Sequence[str] = (),
 ) -> tuple[dict[str, dict[str, LazyTensor]], list[str]]:
     """Match stored tensors with ours; return ours by kind, in the order of `shapes`, and lines for the user.
@@ -190,21 +190,21 @@ def match_kinds(
         CheckpointError: a tensor is missing, has another shape or dtype, or an entry is not recognised; the message lists
             all such tensors and entries.
     """
-    kinds = {kind: wanted(tensors, ignore, _label(kind)) for kind, tensors in found.tensors.items()}
+    states = {state_kind: wanted(tensors, ignore, _label(state_kind)) for state_kind, tensors in found.tensors.items()}
     # all of a kind may be ignored
-    kinds = {kind: tensors for kind, tensors in kinds.items() if tensors or kind == MODEL}
+    states = {state_kind: tensors for state_kind, tensors in states.items() if tensors or state_kind == MODEL}
     # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
-    others = [tensors for kind, tensors in kinds.items() if kind != MODEL]
-    weights, of_model = kinds[MODEL], _best_table([kinds[MODEL]], tables, shapes, found.path)
+    others = [tensors for state_kind, tensors in states.items() if state_kind != MODEL]
+    weights, of_model = states[MODEL], _best_table([states[MODEL]], tables, shapes, found.path)
     of_others = _best_table(others, tables, shapes, found.path) if others else of_model
     notes, problems, matched = [*found.notes], list[str](), dict[str, dict[str, LazyTensor]]()
     unknown = {name: f"{name} is not understood" for name in found.unknown}
     for name, line in _not_shown(of_model, weights.get(of_model.prefix + of_model.rotations), model):
         unknown |= {name: line} if name else {}
         notes += [] if name else [line]
-    for kind, tensors in kinds.items():
-        table = of_model if kind == MODEL else of_others
-        matched[kind], wrong, unmatched = match(tensors, table, model, shapes, label=_label(kind))
+    for state_kind, tensors in states.items():
+        table = of_model if state_kind == MODEL else of_others
+        matched[state_kind], wrong, unmatched = match(tensors, table, model, shapes, label=_label(state_kind))
         problems += wrong
         unknown |= unmatched
     head, embedding = of_model.prefix + of_model.head, of_model.theirs(of_model.embedding).name
@@ -218,7 +218,7 @@ def match_kinds(
         if not matched[MODEL]:
             known = ", ".join(dict.fromkeys(table.name for table in tables))
             hint = f". {model.family} is known under the names of {known}, and no tensor has one"
-        raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
+        raise CheckpointError(f"the weights in {found.path} are not those of {model_source}: {shown}{hint}")
     return matched, notes
 
 
@@ -233,11 +233,11 @@ def _not_shown(table: NameTable, rotations: LazyTensor | None, model: ModelConfi
         if (ours := getattr(model, key)) == own or (rotations is not None and key.startswith("rope_")):
             continue
         shown = toml_value(own.model_dump(exclude_unset=True) if isinstance(own, RopeScaling) else own)
-        said = f"models of {table.name} itself have {key} = {shown}, which no tensor shows; the run file has"
+        text = f"models of {table.name} itself have {key} = {shown}, which no tensor shows; the run file has"
         if ours is None:
-            yield f"model.{key}", f"{said} none: write it under [model]; if that run had none, --ignore model.{key}"
+            yield f"model.{key}", f"{text} none: write it under [model]; if that run had none, --ignore model.{key}"
         else:
-            yield "", f"{said} {toml_value(ours)}"
+            yield "", f"{text} {toml_value(ours)}"
 
 
 def _rotates_as(rotations: Tensor, model: ModelConfig) -> bool:
@@ -248,12 +248,12 @@ def _rotates_as(rotations: Tensor, model: ModelConfig) -> bool:
     return is_rotation and torch.allclose(rotations[1].angle(), wanted, rtol=1e-4, atol=0)
 
 
-def _label(kind: str) -> str:
-    return "" if kind == MODEL else f"{kind} of "
+def _label(state_kind: str) -> str:
+    return "" if state_kind == MODEL else f"{state_kind} of "
 
 
 def _best_table(
-    kinds: Sequence[Mapping[str, LazyTensor]],
+    states: Sequence[Mapping[str, LazyTensor]],
     tables: Sequence[NameTable],
     shapes: Mapping[str, tuple[int, ...]],
     path: str,
@@ -262,7 +262,7 @@ def _best_table(
 
     Raises: CheckpointError: two know all of them, and other ones.
     """
-    stored = [name for tensors in kinds for name in tensors]
+    stored = [name for tensors in states for name in tensors]
 
     def candidates() -> Iterator[NameTable]:
         for table in tables:
@@ -275,10 +275,10 @@ def _best_table(
         return [table.theirs(ours).name for ours in shapes]
 
     def known(table: NameTable) -> int:
-        return sum(name in tensors for name in named(table) for tensors in kinds)
+        return sum(name in tensors for name in named(table) for tensors in states)
 
     best = max(candidates(), key=known)
-    if known(best) == len(shapes) * len(kinds):
+    if known(best) == len(shapes) * len(states):
         for other in candidates():
             if known(other) == known(best) and named(other) != named(best):
                 first, second = (f"{table.name!r} behind the prefix {table.prefix!r}" for table in (best, other))

@@ -27,7 +27,7 @@ from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
-from megazero.formats.foreign import LazyTensor, foreign_errors, match_kinds
+from megazero.formats.foreign import LazyTensor, foreign_errors, match_state
 from megazero.formats.tables import names_of_transformers
 from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
@@ -100,7 +100,7 @@ def import_model(
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
     tables = names_of_transformers(form)
-    kinds, more = match_kinds(found, model, shapes, tables, described_by=f"its {HF_CONFIG}", ignore=ignore)
+    states, more = match_state(found, model, shapes, tables, model_source=f"its {HF_CONFIG}", ignore=ignore)
     notes = (*notes, *more)
     # before the first step, on data that is not chosen yet
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, index.versions())
@@ -108,7 +108,7 @@ def import_model(
     with new_folder(out) as target:
         toml = _toml(model, folder, target, notes, has_tokenizer=TOKENIZER in tokenizer)
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, notes=notes, **sizes)
+        return write_step(target, model, states, trainer, toml, tokenizer, config=ids, notes=notes, **sizes)
 
 
 def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> ModelConfig:
@@ -157,7 +157,7 @@ def set_keys(model: ModelConfig) -> dict[str, Any]:
 def write_step(
     target: Folder,
     model: ModelConfig,
-    kinds: Mapping[str, Mapping[str, LazyTensor]],
+    states: Mapping[str, Mapping[str, LazyTensor]],
     trainer: TrainerState,
     toml: str,
     files: Mapping[str, bytes],
@@ -184,11 +184,11 @@ def write_step(
     Raises: as `write_shards`.
     """
     in_fp32 = buffers(model)
-    found = [tensor.dtype for name, tensor in kinds[MODEL].items() if name not in in_fp32]
+    found = [tensor.dtype for name, tensor in states[MODEL].items() if name not in in_fp32]
     weights_dtype = DTYPES[dtype] if dtype else reduce(torch.promote_types, found)
     records: dict[str, FileRecord] = {}
     small, tensor_bytes = dict(files), 0
-    for kind, tensors in kinds.items():
+    for kind, tensors in states.items():
         stored = weights_dtype if kind == MODEL else torch.float32
         layout: Layout = {name: (stored, tensor.shape) for name, tensor in tensors.items()}
         layout |= {name: (torch.float32, layout[name][1]) for name in in_fp32 & layout.keys()}
@@ -205,7 +205,7 @@ def write_step(
         MODEL_TOML: toml.encode(),
     }
     index.write_manifest(target, records | {name: target.write(name, data) for name, data in small.items()})
-    count = sum(map(len, kinds.values()))
+    count = sum(map(len, states.values()))
     return Imported(model, toml, dtype_name, count, tensor_bytes, trainer, notes)
 
 

@@ -21,7 +21,7 @@ from megazero.config.load import read_run_file
 from megazero.engine.outline import optimizer_of
 from megazero.formats.dcp import dcp_folders, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
-from megazero.formats.foreign import ADAM, ForeignCheckpoint, foreign_errors, match_kinds
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, foreign_errors, match_state
 from megazero.formats.hugging_face import Imported, import_model, set_keys, write_step
 from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
@@ -108,15 +108,15 @@ def import_checkpoint(
     config = read_run_file(run_file)
     with foreign_errors(str(folder)):
         found = read(folder, config.model)
-    described = f"the [model] of {run_file}"
+    model_source = f"the [model] of {run_file}"
     shapes, tables = logical_shapes(config.model), tables_of(config.model.family)
-    kinds, notes = match_kinds(found, config.model, shapes, tables, described_by=described, ignore=ignore)
-    has_moments = _check_moments(found, kinds, config, run_file)
+    states, notes = match_state(found, config.model, shapes, tables, model_source=model_source, ignore=ignore)
+    has_moments = _check_moments(found, states, config, run_file)
     trainer, more = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
         lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *more)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
-        return write_step(target, config.model, kinds, trainer, toml, {}, notes=(*notes, *more), **sizes)
+        return write_step(target, config.model, states, trainer, toml, {}, notes=(*notes, *more), **sizes)
 
 
 def _recognised(folder: LocalFolder) -> str:
@@ -130,12 +130,12 @@ def _recognised(folder: LocalFolder) -> str:
     raise CheckpointError(f"{folder} is no checkpoint of a known form. Known: {forms}; --from says which")
 
 
-def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunConfig, run_file: str | Path) -> bool:
+def _check_moments(found: ForeignCheckpoint, states: Iterable[str], config: RunConfig, run_file: str | Path) -> bool:
     """Return whether the checkpoint has AdamW's moments.
 
     Raises: CheckpointError: it has only some of them, or the run file's optimizer has other state.
     """
-    moments = [kind for kind in ADAM if kind in set(kinds)]
+    moments = [state_kind for state_kind in ADAM if state_kind in set(states)]
     if not moments:
         return False
     both, some = " and ".join(ADAM), " and ".join(moments)

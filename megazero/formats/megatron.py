@@ -61,11 +61,11 @@ _CONSTANT: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_UNSET) |
 
 def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     """Read a folder of NeMo 2, whose configuration takes the place of the args.  Raises: as `read_megatron`."""
-    said: Any = {}
+    stated: Any = {}
     if (context := folder.child("context")).has("model.yaml") and find_spec("yaml"):
         with foreign_errors(f"{context}/model.yaml"):
-            said = import_module("yaml").safe_load(context.read("model.yaml"))["config"]
-    args = {_ARGS["nemo"].get(key, str(key)): value for key, value in dict(said).items() if value is not None}
+            stated = import_module("yaml").safe_load(context.read("model.yaml"))["config"]
+    args = {_ARGS["nemo"].get(key, str(key)): value for key, value in dict(stated).items() if value is not None}
     if isinstance(function := args.get("activation_func"), dict):
         args["activation_func"] = str(function.get("_target_")).rpartition(".")[2]
     args |= {"use_rope_scaling": True} if "rope_scaling_factor" in args else {}
@@ -81,8 +81,8 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
         raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
     args = (vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}) if args is None else args
     step = common.get("iteration", common.get("global_step", 0))
-    loaded = [said for said in common.values() if isinstance(said, Mapping)]  # NeMo: of the module of the data
-    by_nemo = next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
+    loaded = [stated for stated in common.values() if isinstance(stated, Mapping)]  # NeMo: of the module of the data
+    by_nemo = next((stated[_NEMO_SAMPLES] for stated in loaded if _NEMO_SAMPLES in stated), None)
     samples = args.get("consumed_train_samples", by_nemo)
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
         raise CheckpointError(f"{folder}/{COMMON}: iteration and consumed_train_samples must be numbers from 0")
@@ -107,8 +107,8 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
 
 def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str, Any]) -> None:
     """Find how often AdamW has updated the tensors."""
-    if not _is(said := args.get("optimizer", "adam"), "adam"):
-        raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
+    if not _is(stated := args.get("optimizer", "adam"), "adam"):
+        raise CheckpointError(f"{COMMON}: optimizer={stated!r}, supported is 'adam'")
     leaves = ((getattr(path[-1], "key", None), value) for path, value in tree_leaves_with_path(states) if path)
     found.updates = {int(value) for key, value in leaves if key in ("step", "common_step") and value is not None}
     if not found.updates:
@@ -118,32 +118,32 @@ def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str,
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """Yield each contradiction between the checkpoint's args and the run file."""
-    said = dict(args)
-    if not said.get("group_query_attention", True):  # then the number of groups means nothing
-        said["num_query_groups"] = said.get("num_attention_heads")
-    if said.get("position_embedding_type", "rope") != "rope":
-        said = {key: value for key, value in said.items() if not key.startswith("rotary")}
+    stated = dict(args)
+    if not stated.get("group_query_attention", True):  # then the number of groups means nothing
+        stated["num_query_groups"] = stated.get("num_attention_heads")
+    if stated.get("position_embedding_type", "rope") != "rope":
+        stated = {key: value for key, value in stated.items() if not key.startswith("rotary")}
     for key, ours in _ARGS["sizes"].items():
-        if said.get(key) is not None and not _is(said[key], getattr(model, ours)):
-            yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
+        if stated.get(key) is not None and not _is(stated[key], getattr(model, ours)):
+            yield f"{key}={stated[key]!r}, model.{ours} is {getattr(model, ours)!r}"
     for key, value in (_CONSTANT | _ARGS["constant"]["llama" if _turns(model) else "gpt2"]).items():
-        if key in said and not _is(said[key], value):
-            yield f"{key}={said[key]!r}, supported is {value!r}"
-    if said and _window(said.get("window_size")) != model.sliding_window:
-        yield f"window_size={said.get('window_size')!r}, model.sliding_window is {model.sliding_window!r}"
-    if said and _scaling(said) != model.rope_scaling:
-        scales = [f"{key}={said[key]!r}" for key in said if "rope_scaling" in key or "interpolation" in key]
+        if key in stated and not _is(stated[key], value):
+            yield f"{key}={stated[key]!r}, supported is {value!r}"
+    if stated and _window(stated.get("window_size")) != model.sliding_window:
+        yield f"window_size={stated.get('window_size')!r}, model.sliding_window is {model.sliding_window!r}"
+    if stated and _scaling(stated) != model.rope_scaling:
+        scales = [f"{key}={stated[key]!r}" for key in stated if "rope_scaling" in key or "interpolation" in key]
         yield f"{', '.join(scales) or 'no scaling of rotary positions'}, model.rope_scaling is {model.rope_scaling!r}"
 
 
-def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(stated: Mapping[str, Any]) -> RopeScaling | None:
     """Return the scaling of rotary positions.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
-    if (factor := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+    if (factor := stated.get("rotary_seq_len_interpolation_factor") or 1) != 1:
         return RopeScaling(type="linear", factor=factor)
-    low, high = said.get("low_freq_factor", 1.0), said.get("high_freq_factor", 4.0)
-    factor, length = said.get("rope_scaling_factor", 8.0), said.get("old_context_len", 8192)
+    low, high = stated.get("low_freq_factor", 1.0), stated.get("high_freq_factor", 4.0)
+    factor, length = stated.get("rope_scaling_factor", 8.0), stated.get("old_context_len", 8192)
     numbers = {"factor": factor, "original_seq_len": length, "low_freq_factor": low, "high_freq_factor": high}
-    return RopeScaling(type="llama3", **numbers) if said.get("use_rope_scaling") else None
+    return RopeScaling(type="llama3", **numbers) if stated.get("use_rope_scaling") else None
 
 
 def _turns(model: ModelConfig) -> bool:
@@ -151,18 +151,18 @@ def _turns(model: ModelConfig) -> bool:
     return "rope_theta" in FAMILIES[model.family].reads
 
 
-def _is(said: Any, value: Any) -> bool:
+def _is(stated: Any, value: Any) -> bool:
     """Return whether an argument, which may be any object, equals a plain value."""
-    said = tuple(said) if isinstance(said, list) else said
-    return isinstance(said, bool | int | float | str | tuple | None) and said == value
+    stated = tuple(stated) if isinstance(stated, list) else stated
+    return isinstance(stated, bool | int | float | str | tuple | None) and stated == value
 
 
-def _window(said: Any) -> Any:
+def _window(stated: Any) -> Any:
     """Convert window_size (positions before and after a token; -1: no end) to model.sliding_window, which counts it."""
-    if said is None or (isinstance(said, list | tuple) and len(said) == 2 and _is(said[0], -1)):
+    if stated is None or (isinstance(stated, list | tuple) and len(stated) == 2 and _is(stated[0], -1)):
         return None
-    plain = isinstance(said, list | tuple) and len(said) == 2 and _is(said[1], 0) and isinstance(said[0], int)
-    return said[0] + 1 if plain else said
+    plain = isinstance(stated, list | tuple) and len(stated) == 2 and _is(stated[1], 0) and isinstance(stated[0], int)
+    return stated[0] + 1 if plain else stated
 
 
 def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig) -> None:
@@ -170,23 +170,23 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
         state, bucket = _STATE.fullmatch(name), _BUCKET.fullmatch(name)
-        beside = [tensors.get(bucket[1] + kind) for kind in ("param", *ADAM)] if bucket else []
+        beside = [tensors.get(bucket[1] + state_kind) for state_kind in ("param", *ADAM)] if bucket else []
         if bucket and all(moment is not None and moment.shape == tensor.shape for moment in beside):
             sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
         elif bucket or (state and state["kind"] not in _KINDS):
             found.unknown.append(name)
         else:
-            kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
+            state_kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
             short = short.removeprefix("module.")
             stacked = _STACKED.fullmatch(short) if tensor.shape else None
             layers = source.slices(name) if stacked else [tensor]
             for layer, held in enumerate(layers):
                 weight_name = f"{stacked['before']}.{layer}.{stacked['after']}" if stacked else short
-                found.add_tensor(kind, weight_name, _whole(held, weights.get(weight_name)), entry=name)
+                found.add_tensor(state_kind, weight_name, _whole(held, weights.get(weight_name)), entry=name)
     if sizes and (read := _in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
-        for kind, name in product(("param", *ADAM), weights):
-            tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, kind, name))
-            found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
+        for state_kind, name in product(("param", *ADAM), weights):
+            tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, state_kind, name))
+            found.add_tensor(_KINDS[state_kind], name, tensor, entry=f"optimizer.distributed.* ({state_kind})")
     elif sizes:
         found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
     for name in found.tensors.get(MASTER, {}).keys() & weights.keys():
@@ -238,7 +238,7 @@ _Sizes: TypeAlias = Mapping[tuple[int, int, int, str], int]
 _Places: TypeAlias = dict[tuple[str, int], tuple[str, int]]
 
 
-def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apart: bool) -> _Places:
+def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, separate_norms: bool) -> _Places:
     """Locate each parameter for a number of ranks and an order of modules; empty if the buckets have other lengths."""
     layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
 
@@ -246,7 +246,7 @@ def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apa
         layer = _LAYER.match(name)
         place = next((at for at, module in enumerate(_MODULES.split()) if module in name), layers)
         number = int(layer[1]) if layer else -1 if name.startswith("embedding.") else layers
-        return number, 0 if norms_apart and _NORM in name else place, name.endswith("bias")
+        return number, 0 if separate_norms and _NORM in name else place, name.endswith("bias")
 
     order = sorted((*position(name), name) for name in weights)
     pp = (1 + max(group for group, *_ in sizes)) // tp
@@ -281,19 +281,19 @@ def _in_buckets(
         is_gated: `linear_fc1` holds gate and up, which are split each by itself.
     """
 
-    def read(places: _Places, tp: int, kind: str, name: str) -> Tensor:
+    def read(places: _Places, tp: int, state_kind: str, name: str) -> Tensor:
         shape, split = list(weights[name].shape), _SPLIT.fullmatch(name)
         dim = 1 if split and split["columns"] else 0
         if is_gated and split and "fc1" in name:
             shape, dim = [2, shape[0] // 2, *shape[1:]], 1
         shape[dim] //= (count := tp if split else 1)
         found = [places[name, rank] for rank in range(count)]
-        parts = [rows(bucket + kind, start, start + prod(shape)).reshape(shape) for bucket, start in found]
-        return torch.cat(parts, dim).reshape(weights[name].shape)
+        shards = [rows(bucket + state_kind, start, start + prod(shape)).reshape(shape) for bucket, start in found]
+        return torch.cat(shards, dim).reshape(weights[name].shape)
 
     groups = 1 + max(group for group, *_ in sizes)
-    for tp, norms_apart in product((tp for tp in range(1, groups + 1) if groups % tp == 0), (False, True)):
-        if _PROBE in weights and (places := _places(sizes, weights, tp, norms_apart)):
+    for tp, separate_norms in product((tp for tp in range(1, groups + 1) if groups % tp == 0), (False, True)):
+        if _PROBE in weights and (places := _places(sizes, weights, tp, separate_norms)):
             probe = weights[_PROBE].read()
             if torch.equal(read(places, tp, "param", _PROBE).to(probe.dtype), probe):
                 return partial(read, places, tp)

@@ -29,11 +29,11 @@ _RECORDS = tuple(map(resolve_name, _LISTS["records"]))
 _MADE = (*_RECORDS, *map(resolve_name, _LISTS["values"]))
 
 
-def _memory_format(kind: Any, name: Any) -> Any:
+def _memory_format(owner: Any, name: Any) -> Any:
     """Return a member of an enumeration, for which some releases of Python 3.11 call `getattr`."""
-    if kind is metadata._MEM_FORMAT_ENCODING and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which was refused")
+    if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"it reads {name!r} of {owner!r}, which was refused")
 
 
 _ALLOWED: dict[str, Any] = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _MADE} | {

@@ -58,13 +58,13 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
     if start.startswith(b"\x93NUMPY"):
         ids: NDArray[Any] = np.load(path, mmap_mode="r").reshape(-1)
     else:
-        magic, _, said = np.frombuffer(start, "<i4").tolist()
-        kind, header = (_LLM_C[magic], 1024) if magic in _LLM_C else (token_dtype(tokenizer.vocab_size).str, 0)
-        found = (path.stat().st_size - header) / np.dtype(kind).itemsize
-        if found != (said if header else int(found)):
-            cure = f"its header says {said:,}" if header else "or name its data.tokenizer"
-            raise ValueError(f"{path} is cut: it has {found:,g} tokens of {kind}; copy it again, {cure}")
-        ids = np.memmap(path, kind, "r", header)
+        magic, _, stated = np.frombuffer(start, "<i4").tolist()
+        dtype, header = (_LLM_C[magic], 1024) if magic in _LLM_C else (token_dtype(tokenizer.vocab_size).str, 0)
+        found = (path.stat().st_size - header) / np.dtype(dtype).itemsize
+        if found != (stated if header else int(found)):
+            cure = f"its header says {stated:,}" if header else "or name its data.tokenizer"
+            raise ValueError(f"{path} is cut: it has {found:,g} tokens of {dtype}; copy it again, {cure}")
+        ids = np.memmap(path, dtype, "r", header)
     if ids.dtype not in ("<u2", "<i4", "<u4"):
         raise ValueError(f"{path} holds {ids.dtype}; token ids are uint16, uint32 or int32")
     return ids

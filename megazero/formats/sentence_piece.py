@@ -67,7 +67,7 @@ def convert(
     inner.add_tokens([AddedToken(p.piece, normalized=False, special=p.type == _CONTROL) for p in added])
     ours = FileTokenizer(path, eod_token, files={TOKENIZER: (content := inner.to_str().encode())})
     ranges, _ = cut_files(find_files(inputs)[0], 1 << 24)
-    texts = (text for part in ranges for _, text in documents_of(part, jsonl_key) if isinstance(text, str))
+    texts = (text for file_range in ranges for _, text in documents_of(file_range, jsonl_key) if isinstance(text, str))
     for number, text in enumerate(islice(texts, _PROVED_ON)):
         if (wanted := theirs.encode(text)) != (got := ours.encode(text).tolist()):
             raise ValueError(f"document {number}: SentencePiece gives {wanted[:20]}, its conversion {got[:20]}; {hint}")

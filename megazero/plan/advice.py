@@ -154,7 +154,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     if engine is not None:
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
     arena = held.pop("activation_arena", 0)  # not model state
-    to_come = max(sum(planned.state.get(kind, 0) for kind in STATE_KINDS) - held.total(), 0)
+    unallocated = max(sum(planned.state.get(kind, 0) for kind in STATE_KINDS) - held.total(), 0)
     nccl = error.partition("Last error:")[2].strip()
     if nccl:
         wanted = max(wanted, COMMUNICATOR_BYTES)
@@ -165,13 +165,13 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
             held["activations and working memory"] = max(allocated - held.total(), 0)
     elif arena:
         held["activation_arena"] = arena
-    more = f"; {size_text(to_come)} of model state are still to come" if to_come else ""
+    more = f"; {size_text(unallocated)} of model state are still to come" if unallocated else ""
     lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
     lines[0] += f", free {size_text(free)}{more}"
     kinds = [f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count]
     lines += [f"  NCCL allocates outside of torch: {' '.join(nccl.split())}"] if nccl else []
     lines += [f"  it holds: {', '.join(kinds)}"] if kinds else []
-    missing = max(wanted - free + to_come, 1)
+    missing = max(wanted - free + unallocated, 1)
     return "\n".join([*lines, f"  {advice_text(run, cluster, planned, missing / _USABLE)}"])
 
 

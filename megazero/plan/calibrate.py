@@ -71,7 +71,7 @@ class _Timed(TorchDispatchMode):
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         super().__init__()
-        self._kind, self._synchronize = device.type, synchronize
+        self._device_type, self._synchronize = device.type, synchronize
         self.found: list[tuple[Operator, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class _Timed(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._synchronize()
         seconds = time.perf_counter() - begin
-        here = tree_any_only(torch.Tensor, lambda value: value.device.type == self._kind, (args, kwargs, result))
+        here = tree_any_only(torch.Tensor, lambda value: value.device.type == self._device_type, (args, kwargs, result))
         if here and not func.is_view:
             inputs, outputs = (tuple(_values(values)) for values in ((args, kwargs), result))
             causal = "attention" in str(func) and any(value is True for value in tree_iter((args, kwargs)))

@@ -60,9 +60,9 @@ def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
     """Describe model state and ZeRO's buffers by kind, on the rank that has the most."""
     largest = max(ranks, key=lambda rank: sum(rank.state.values()))
     kinds = sorted(largest.state.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
+    texts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
     return (
-        f"{size_text(sum(largest.state.values()))} of model state on {largest.name}: {parts}; ZeRO {run.config.zero.stage}, "
+        f"{size_text(sum(largest.state.values()))} of model state on {largest.name}: {texts}; ZeRO {run.config.zero.stage}, "
         f"{largest.elements:.4g} parameters; activations saved for the backward come on top"
     )
 
@@ -133,10 +133,10 @@ def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) 
 def _sent_by_attention(run: ResolvedRun) -> str:
     parallel, ulysses = run.config.parallel, run.config.parallel.ulysses
     sent = sent_by_attention(run.config, run.micro_batch_size, ulysses)
-    parts = " + ".join(f"{operation} {count:,}" for operation, count in sent.items() if count)
+    texts = " + ".join(f"{operation} {count:,}" for operation, count in sent.items() if count)
     return (
         f"cp {parallel.cp}, {parallel.cp_method}: Ulysses {ulysses} x ring {parallel.cp // ulysses}; for each layer and "
-        f"micro-batch a rank sends {sum(sent.values()):,} bytes ({parts}), forward and backward"
+        f"micro-batch a rank sends {sum(sent.values()):,} bytes ({texts}), forward and backward"
     )
 
 

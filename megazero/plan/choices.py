@@ -83,22 +83,22 @@ class ShapeChoice:
 
     def __str__(self) -> str:
         """`tp 8 cp 8 (4 x 2) pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`, with Ulysses x ring in brackets."""
-        parts = [f"tp {self.tp}"] if self.tp > 1 else []
-        parts += [f"cp {self.cp} ({self.ulysses} x {self.cp // self.ulysses})"] if self.cp > 1 else []
-        parts += [f"ep {self.ep}"] if self.ep > 1 else []
-        parts += [f"pp {self.pp}"] if self.pp > 1 else []
+        words = [f"tp {self.tp}"] if self.tp > 1 else []
+        words += [f"cp {self.cp} ({self.ulysses} x {self.cp // self.ulysses})"] if self.cp > 1 else []
+        words += [f"ep {self.ep}"] if self.ep > 1 else []
+        words += [f"pp {self.pp}"] if self.pp > 1 else []
         if self.pp > 1:
-            parts.append(self.schedule + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""))
-        parts += [f"micro-batch {self.micro_batch}", f"ZeRO {self.zero_stage}"]
-        parts += [f"gathered for the {self.gather_policy}"] if self.gather_policy != "action" else []
-        parts += [f"in groups of {self.shard_group}"] if self.shard_group else []
-        return " ".join([*parts, *option_words(self.option)])
+            words.append(self.schedule + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        words += [f"micro-batch {self.micro_batch}", f"ZeRO {self.zero_stage}"]
+        words += [f"gathered for the {self.gather_policy}"] if self.gather_policy != "action" else []
+        words += [f"in groups of {self.shard_group}"] if self.shard_group else []
+        return " ".join([*words, *option_words(self.option)])
 
 
 def option_words(option: MemoryOption) -> list[str]:
     """Describe recomputation and offloading in a few words."""
-    name, keeps = RECOMPUTE[option.recompute]
-    words = [f"recompute {name}{' but attention' if keeps else ''}"] if name != "none" else []
+    name, keeps_attention = RECOMPUTE[option.recompute]
+    words = [f"recompute {name}{' but attention' if keeps_attention else ''}"] if name != "none" else []
     return words + ([f"offload {option.offload}"] if option.offload != "none" else [])
 
 
@@ -298,12 +298,12 @@ class Bounds:
         sent = weights * (gathers + 2 * reduces) * (ranks_of_dp > 1)
         compute = self._products() * (1 + self._filling(choice)) * (1 + 0.02 * choice.zero_stage)
         compute *= 1.03 if choice.schedule in _SPLIT_BACKWARD else 1.0  # a backward in two halves costs a little more
-        if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
+        if self.state_bytes(choice) + self._saved_bytes(choice) > self.cluster.device.memory_bytes:
             compute *= _RECOMPUTED
         sending = sent / link.rate()
         return max(compute, sending) + 0.2 * sending + layers * exchanged / within.rate() + rows_seconds
 
-    def _kept(self, choice: ShapeChoice) -> float:
+    def _saved_bytes(self, choice: ShapeChoice) -> float:
         """Return an estimate of the first pipeline rank's activation bytes (Korthikanti et al. 2022: 34 sbh per layer).
 
         Each expert of a token adds its input row, gate, up, and the product of the two.

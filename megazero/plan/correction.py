@@ -68,20 +68,20 @@ class SavedPlan:
         """
         if shape_of(run) != dict(self.shape):
             return "", {}
-        parts, figures = [], dict[str, object]()
+        texts, figures = [], dict[str, object]()
         if device == self.device:
             ratio = seconds / self.seconds
-            parts.append(f"step {self.seconds:.3f} s planned, {seconds:.3f} s measured ({ratio - 1:+.1%})")
+            texts.append(f"step {self.seconds:.3f} s planned, {seconds:.3f} s measured ({ratio - 1:+.1%})")
             figures |= {"seconds": seconds, "seconds_ratio": ratio}
         if peak is not None:
             ratio = peak / self.peak
             numbers = f"{self.peak / 2**30:.2f} GiB planned, {peak / 2**30:.2f} GiB measured ({ratio - 1:+.1%})"
-            parts.append(f"memory {numbers}")
+            texts.append(f"memory {numbers}")
             figures |= {"peak": peak, "peak_ratio": ratio}
         differ = {axis for axis in {*self.sent, *sent} if self.sent.get(axis, 0) != sent.get(axis, 0)}
-        said = [f"{axis} {self.sent.get(axis, 0):,} planned, {sent.get(axis, 0):,} sent" for axis in sorted(differ)]
-        parts.append(f"bytes sent: {', '.join(said) or 'as planned'}")
-        return "plan: " + " | ".join(parts), figures | {"sent": dict(sent)}
+        unequal = [f"{axis} {self.sent.get(axis, 0):,} planned, {sent.get(axis, 0):,} sent" for axis in sorted(differ)]
+        texts.append(f"bytes sent: {', '.join(unequal) or 'as planned'}")
+        return "plan: " + " | ".join(texts), figures | {"sent": dict(sent)}
 
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:

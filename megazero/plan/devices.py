@@ -111,10 +111,10 @@ ALIASES: Mapping[str, str] = _TABLES["aliases"]
 def device_of(cuda_name: str) -> Device | None:
     """Return the device that torch calls, for example, "NVIDIA A100-SXM4-80GB"; None if it is unknown.
 
-    A device matches if all parts of its name ("a100-80": "a100" and "80") occur in torch's name.  Of several that match, the
-    one with the most parts is returned.
+    A device matches if torch's name has all words of its name ("a100-80": "a100" and "80").  Of several matches, the one
+    with the most words is returned.
     """
     words = set(re.findall(r"\w+", cuda_name.upper()))
-    parts = {name: [part + "GB" * part.isdigit() for part in name.upper().split("-")] for name in (*ALIASES, *DEVICES)}
-    found = sorted((name for name in parts if words.issuperset(parts[name])), key=lambda name: len(parts[name]))
+    needed = {name: [word + "GB" * word.isdigit() for word in name.upper().split("-")] for name in (*ALIASES, *DEVICES)}
+    found = sorted((name for name in needed if words.issuperset(needed[name])), key=lambda name: len(needed[name]))
     return DEVICES[ALIASES.get(found[-1], found[-1])] if found else None

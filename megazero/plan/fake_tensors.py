@@ -277,8 +277,8 @@ def _row_counts(counts: Tensor, total: int) -> list[int]:
     """Return the counts, or equal parts of the total if they hold no numbers."""
     if not isinstance(counts, FakeTensor):
         return _COUNTED(counts, total)
-    parts = counts.numel()
-    return [(part + 1) * total // parts - part * total // parts for part in range(parts)]
+    experts_count = counts.numel()
+    return [(expert + 1) * total // experts_count - expert * total // experts_count for expert in range(experts_count)]
 
 
 class _Watch(TorchDispatchMode):

@@ -174,7 +174,7 @@ class _Walk:
         self._units = [
             [self._traces_of(chunk, own, key) for chunk, own in enumerate(units)] for key in (of_first, of_others)
         ]
-        self._kept = self._messages = self._moved = self._gradients = self._most_kept = 0  # bytes beyond the state
+        self._saved = self._messages = self._moved = self._gradients = self._most_saved = 0  # bytes beyond the state
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
         tables = sum(map(self._tables_of, self._units[0]))
@@ -189,24 +189,24 @@ class _Walk:
 
     def _tables_of(self, units: Sequence[tuple[str, UnitTrace]]) -> int:
         """Return the bytes of a chunk's tables of rotary angles.  Layers with the same rotary positions share a table."""
-        of_kinds = dict[object, int]()
+        largest = dict[object, int]()
         for name, trace in units:
-            kind = self._model.rope_of(self._layer_keys[name].layer) if name in self._layer_keys else name
-            of_kinds[kind] = max(of_kinds.get(kind, 0), trace.tables)
-        return sum(of_kinds.values())
+            positions = self._model.rope_of(self._layer_keys[name].layer) if name in self._layer_keys else name
+            largest[positions] = max(largest.get(positions, 0), trace.tables)
+        return sum(largest.values())
 
     def result(self) -> RankMemory:
         """Walk the schedule and return the fullest moment."""
         sending: dict[Action, int] = {}
         for step in self._steps:
             if isinstance(step, Action):
-                self._most_kept = max(self._most_kept, self._kept)
+                self._most_saved = max(self._most_saved, self._saved)
                 for sent in self._confirmed.get(step, ()):
                     self._messages -= sending.pop(sent)
                 self._compute(step)
             elif step.op is Op.SEND:  # from now on the message is all that holds it
                 sending[step.carries] = self._message
-                self._kept -= self._message
+                self._saved -= self._message
                 self._messages += self._message
             elif step.op is Op.OPEN:
                 self._messages += self._message
@@ -225,7 +225,7 @@ class _Walk:
             counted["activation_arena"] = counted.get("activation_arena", 0) + self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
-        elements, kept = sum(map(sum, self._state.elements.values())), self._most_kept
+        elements, kept = sum(map(sum, self._state.elements.values())), self._most_saved
         about = elements, kept, self._most_moved, self._again()
         name = "a rank" if self._schedule.pp == 1 else f"pipeline rank {self._stage}"
         return RankMemory(self._stage, kinds, away, peak, moment, counted, *about, name)
@@ -245,7 +245,7 @@ class _Walk:
         arrives = self._arrives(action)
         if arrives:  # what came is the first unit's
             self._messages -= self._message
-            self._kept += self._message
+            self._saved += self._message
         held = 0  # of the gradient that came: who has started a backward has it until the end
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = trace.of(action.op)
@@ -253,7 +253,7 @@ class _Walk:
                 continue
             text = f"{unit_trace.PASS_NAMES[action.op]} of {name}, micro-batch {self._number(action)}"
             moves = name in self._moves and action.op is not Op.WEIGHT
-            moved = trace.forward.kept if moves else 0
+            moved = trace.forward.saved_bytes if moves else 0
             own: _Layer = action.chunk, action.microbatch, number
             if self._moves and name not in (EMBEDDING, HEAD) and action.op is not Op.WEIGHT:
                 self._work_on(action, number)
@@ -268,7 +268,7 @@ class _Walk:
                 self._gradients = live  # it falls where buckets are reduced
                 self._note(span.live + beside + held + peak - live, text)
                 self._note(span.peak + beside + held + max(made, before) - live, text)
-            self._kept += passed.kept + (-moved if is_forward else moved)
+            self._saved += passed.saved_bytes + (-moved if is_forward else moved)
             if action.op is not Op.WEIGHT:
                 self._moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._moved)
@@ -287,7 +287,7 @@ class _Walk:
         for passed, at in near:
             name, trace = self._units[passed.microbatch > 0][passed.chunk][at]
             key = passed.chunk, passed.microbatch, at
-            count = trace.forward.kept if name in self._moves else 0
+            count = trace.forward.saved_bytes if name in self._moves else 0
             self._near = [*(other for other in self._near if other[0] != key), (key, count)][-NEAR:]
 
     def _layers_of(self, action: Action) -> list[int]:
@@ -308,11 +308,11 @@ class _Walk:
     def _note(self, beyond: int, moment: str) -> None:
         """Record a moment at which `beyond` bytes are live in addition to state, activations, gradients and messages."""
         state, gradients = self._state, self._gradients
-        peak = self._base + self._kept + self._messages + gradients + beyond
+        peak = self._base + self._saved + self._messages + gradients + beyond
         if peak > self._most[0]:
             kinds = Counter(state.kinds)
             kinds.update({"gradients": gradients, TABLES: self._tables, BATCH: self._tokens, WORKING: beyond})
-            kinds.update({ACTIVATIONS: self._kept, MESSAGES: self._messages})
+            kinds.update({ACTIVATIONS: self._saved, MESSAGES: self._messages})
             self._most = peak, {kind: count for kind, count in kinds.items() if count}, moment
 
 
@@ -323,7 +323,7 @@ def _adds_up(run: ResolvedRun) -> bool:
 
 
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
-    """Return the bytes of a step's tokens, labels and sample ids.  Parts of samples hold tokens and labels separately."""
+    """Return the bytes of a step's tokens, labels and sample ids.  Sequence shards hold tokens and labels separately."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(layout.has_embedding for layout in chunks), any(layout.has_head for layout in chunks)]
     cp, has_shards = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask

@@ -318,12 +318,12 @@ class PassTime:
 
 @dataclass(frozen=True)
 class UnitTime:
-    """The times of a unit's passes.  `kept`: bytes that its forward saves for its backward."""
+    """The times of a unit's passes.  `saved_bytes`: what its forward saves for its backward."""
 
     forward: PassTime
     backward: PassTime
     weight: PassTime
-    kept: int = 0
+    saved_bytes: int = 0
 
 
 def added(times: Iterable[PassTime]) -> PassTime:
@@ -356,7 +356,7 @@ def _unit_time(trace: UnitTrace, cluster: Cluster, links: Mapping[str, GroupLink
     for at, passed in enumerate(passes):
         later = [event for after in passes[at + 1 :] for event in after.events]
         times.append(pass_time(passed, cluster, links, later, is_compiled=is_compiled))
-    return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.kept)
+    return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.saved_bytes)
 
 
 def pass_time(

@@ -5,7 +5,7 @@ run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from math import inf
 
 from megazero.config import ResolvedRun
@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by kind on the pipeline rank that idles least; they sum to the duration of the step."""
-        return min(self.time.by_kind, key=lambda kinds: kinds.get("idle", 0.0))
+        """Seconds by activity on the pipeline rank that idles least; they sum to the duration of the step."""
+        return min(self.time.by_activity, key=lambda seconds_of: seconds_of.get("idle", 0.0))
 
 
 def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
@@ -147,7 +147,7 @@ def as_plain(plan: Plan, found: SearchResult | None = None) -> dict[str, object]
             "exposed": time.exposed,
             "hidden": dict(time.hidden),
             "flops": time.flops,
-            "timelines": [[[span.start, span.end, span.kind, span.name] for span in spans] for spans in time.timelines],
+            "timelines": [[[*astuple(span)] for span in spans] for spans in time.timelines],
         },
         **{name: asdict(getattr(plan, name)) for name in ("throughput", "checkpoint", "cost")},
         "traffic": [

@@ -147,12 +147,12 @@ def title(timeline: Timeline, unit: str = "") -> str:
     )
 
 
-def kinds_of(schedule: Schedule) -> dict[Op, str]:
-    """Return the kinds of action in a schedule, each with its meaning."""
-    kinds = {Op.FORWARD: "forward"}
+def ops_of(schedule: Schedule) -> dict[Op, str]:
+    """Return the operations of a schedule, each with its meaning."""
+    ops = {Op.FORWARD: "forward"}
     if schedule.splits_backward:
-        return kinds | {Op.BACKWARD: "gradient of the input", Op.WEIGHT: "gradient of the weights"}
-    return kinds | ({Op.BACKWARD: "backward"} if schedule.has_backward else {})
+        return ops | {Op.BACKWARD: "gradient of the input", Op.WEIGHT: "gradient of the weights"}
+    return ops | ({Op.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
 def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
@@ -229,7 +229,7 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
 def _legend(schedule: Schedule) -> Text:
     """Return sample cells with their meanings."""
     chunks = schedule.chunks
-    entries = [_cell(Action(kind, 0), 3, chunks).append(f" {meaning}") for kind, meaning in kinds_of(schedule).items()]
+    entries = [_cell(Action(op, 0), 3, chunks).append(f" {meaning}") for op, meaning in ops_of(schedule).items()]
     if chunks > 1:
         meaning = "chunk 1" if chunks == 2 else "chunks from 1 on"
         entries.append(_cell(Action(Op.FORWARD, 0, 1), 3, 2).append(f" {meaning}"))
@@ -261,8 +261,8 @@ def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
     last = schedule.chunks - 1
     of_chunks = f", chunk 0{' and ' if last == 1 else ' to '}{last}" if last else ""
     meanings = [
-        ([shade_of(Action(kind, 0, chunk)) for chunk in range(min(last, 2) + 1)], meaning + of_chunks)
-        for kind, meaning in kinds_of(schedule).items()
+        ([shade_of(Action(op, 0, chunk)) for chunk in range(min(last, 2) + 1)], meaning + of_chunks)
+        for op, meaning in ops_of(schedule).items()
     ]
     heading, axis = about + title(timeline, unit), f"time{unit and f',{unit}'}"
     return picture(heading, rows, makespan, axis, [*meanings, ([idle], "idle")], wide=wide)
@@ -324,14 +324,14 @@ def compare_table(
     Args:
         pp, microbatches: the sizes.
         virtual_stages: chunks per rank, for schedules that allow any number.
-        costs: time of each kind of action; None for the default.
+        costs: time of each operation; None for the default.
         own: schedules of the user.
     """
     for name in SCHEDULES:
-        kind = SCHEDULES[name]
-        chunks = kind.chunks or virtual_stages
+        factory = SCHEDULES[name]
+        chunks = factory.chunks or virtual_stages
         try:
-            yield name, chunks, Figures.of(kind.build(pp, microbatches, chunks), costs)
+            yield name, chunks, Figures.of(factory.build(pp, microbatches, chunks), costs)
         except ValueError as error:
             yield name, chunks, str(error)
     yield from ((schedule.name, schedule.chunks, Figures.of(schedule, costs)) for schedule in own)

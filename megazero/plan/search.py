@@ -155,7 +155,7 @@ def search(
         smallest = sorted(legal, key=states.__getitem__)
         if not best or not time_is_up():
             looked.all_options_of(best[:_EXPLAINED] or smallest[:_BEST])
-        looked.neighbours_of(best, space, time_is_up=time_is_up())
+        looked.next_choices_of(best, space, time_is_up=time_is_up())
     return SearchResult(
         tuple(looked.known[choice] for choice in best),
         tuple(tuple(_limits(run.config, choice, looked, space, cluster)) for choice in best),
@@ -285,11 +285,11 @@ class _Look:
         shapes = dict.fromkeys(replace(shape, option=MemoryOption()) for shape in choices)
         self._compute([(shape, self.options) for shape in shapes], "every")
 
-    def neighbours_of(self, best: Sequence[ShapeChoice], space: Space, *, time_is_up: bool) -> None:
+    def next_choices_of(self, best: Sequence[ShapeChoice], space: Space, *, time_is_up: bool) -> None:
         """Compute the neighbours of the best choices, to explain why they are not better.  Time those of the first few."""
         first, others = best[:_EXPLAINED], best[_EXPLAINED:]
         for group, mode in ((first, "memory"),) if time_is_up else ((first, "every"), (others, "memory")):
-            near = dict.fromkeys(other for choice in group for _, other in _neighbours(choice, space))
+            near = dict.fromkeys(other for choice in group for _, other in _next_choices(choice, space))
             unknown = [choice for choice in near if choice not in self.known]
             self._compute([(replace(choice, option=MemoryOption()), [choice.option]) for choice in unknown], mode)
 
@@ -340,7 +340,7 @@ def _compute(config: RunConfig, judge: Judge, shape: ShapeChoice, options: Seque
 # ---- why not better
 
 
-def _neighbours(choice: ShapeChoice, space: Space) -> Iterator[tuple[str, ShapeChoice]]:
+def _next_choices(choice: ShapeChoice, space: Space) -> Iterator[tuple[str, ShapeChoice]]:
     """Yield choices with one key changed to the next value that promises less time, and the change in words."""
     for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp), ("ep", space.ep)):
         own = getattr(choice, name)
@@ -368,7 +368,7 @@ def _neighbours(choice: ShapeChoice, space: Space) -> Iterator[tuple[str, ShapeC
 
 def _limits(config: RunConfig, best: ShapeChoice, looked: _Look, space: Space, cluster: Cluster) -> Iterator[str]:
     """Yield for each neighbour why it is not better; nothing for one that was not computed."""
-    for words, other in _neighbours(best, space):
+    for words, other in _next_choices(best, space):
         found = looked.known.get(other)
         if found is None:
             try:

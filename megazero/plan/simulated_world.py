@@ -115,7 +115,7 @@ class Post(NamedTuple):
         return " ".join(filter(None, (self.name, self.what, self.label and f"({self.label})")))
 
 
-def described(tensor: Tensor) -> str:
+def tensor_text(tensor: Tensor) -> str:
     """Describe a tensor: `1,024 fp32`."""
     name = str(tensor.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     return f"{tensor.numel():,} {name}"
@@ -245,7 +245,7 @@ class GroupMeeting(Alone):
 
     def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:
         channel = "all" if self._one_channel else _CHANNELS.get(name, "reduce")
-        return self._start(channel, Post(name, described(tensor), label), axis.name)
+        return self._start(channel, Post(name, tensor_text(tensor), label), axis.name)
 
     def made(self, number: int) -> None:
         """Take part in making the group, which is this rank's group number `number`.  All members do it together."""
@@ -263,7 +263,7 @@ class GroupMeeting(Alone):
 
     def _message(self, tensor: Tensor, sender: int, receiver: int, axis: Axis) -> Wait:
         key = self._ranks, self._purpose, (sender, receiver)
-        post = Post(f"a message from rank {sender} to rank {receiver} of", described(tensor))
+        post = Post(f"a message from rank {sender} to rank {receiver} of", tensor_text(tensor))
         number = self._world.post(key, self._rank, (sender, receiver), post, axis.name)
         doing = f"{post} over {axis.name}, the pair's number {number + 1}"
         return lambda: self._world.wait_for(key, number, self._rank, (sender, receiver), doing)

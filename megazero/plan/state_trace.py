@@ -42,7 +42,7 @@ class Sent(NamedTuple):
     """The traffic of one operation over one axis in a step of one rank.
 
     Args:
-        link_bytes: the part of the sent bytes that goes to other nodes.
+        link_bytes: those of the sent bytes that go to other nodes.
     """
 
     sent_bytes: int = 0
@@ -62,7 +62,7 @@ class Level(NamedTuple):
     """Bytes above those at the start of a step, from the moment at which a parameter's gradient has reached its bucket."""
 
     live: int
-    made: int  # while it is made, part by part
+    made: int  # while it is made, slot by slot
     peak: int  # meanwhile
 
 
@@ -289,7 +289,7 @@ class _Driver:
             if gatherer is not None and follower is not None:
                 gatherer.order.expect(follower.chunk, follower.op is Op.FORWARD)
             gathers = None if action.op is Op.WEIGHT else gatherer
-            self._visit(gathers, action)
+            self._run_pass(gathers, action)
             if action.op is last:
                 model.reducer.close_pass(action.chunk)
             self._note_messages(action)
@@ -306,7 +306,7 @@ class _Driver:
         self.end = self._fake.peak - self.base
         self._note_messages(UPDATE)
 
-    def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
+    def _run_pass(self, gatherer: UnitGatherer | None, action: Action) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
         first, is_forward = sum(len(names) for names in self._units[:chunk]), action.op is Op.FORWARD
         for number, names in units if is_forward else reversed(units):
@@ -318,8 +318,8 @@ class _Driver:
                 else:
                     unit.pre_backward()
             levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
-            for short, (name, kind) in names.items():
-                if kind is not action.op:
+            for short, (name, op) in names.items():
+                if op is not action.op:
                     continue
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
                 made = max(self._fake.live for _ in model.reducer._open(parameter)) - self.base
@@ -328,7 +328,7 @@ class _Driver:
                 levels[short] = Level(*map(max, before, now))
 
     def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, Op]]:
-        """Map the names of a unit's parameters to their full names and the kind of pass that gives their gradients."""
+        """Map the names of a unit's parameters to their full names and the operation that gives their gradients."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
         names = {name: (f"{chunk}.{path}.{name}", _GIVES[in_weight_pass]) for name, in_weight_pass in order}

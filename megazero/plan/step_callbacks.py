@@ -154,9 +154,9 @@ class ActionClock:
         while marks:
             first, begin = marks[0]
             count = [action for action, _ in marks[1:]].index(first) + 1  # more than one: of a pair
-            share = (marks[2 * count - 1][1] - begin) / count  # its parts cannot be told apart
+            each = (marks[2 * count - 1][1] - begin) / count  # which of a pair ran when is not known
             spans += [
-                (action, (begin + i * share, begin + (i + 1) * share)) for i, (action, _) in enumerate(marks[:count])
+                (action, (begin + i * each, begin + (i + 1) * each)) for i, (action, _) in enumerate(marks[:count])
             ]
             del marks[: 2 * count]
         return spans
@@ -228,10 +228,10 @@ class PipelineTrace(Callback):
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return the mean cost of each kind of pass in a measured timeline.  Messages get no cost, since none is measured."""
+    """Return the mean cost of each operation in a measured timeline.  Messages get no cost, since none is measured."""
 
-    def mean(kind: Op) -> float:
-        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.op is kind]
+    def mean(op: Op) -> float:
+        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.op is op]
         return sum(times) / max(1, len(times)) * timeline.schedule.chunks
 
     return Costs(mean(Op.FORWARD), mean(Op.BACKWARD), mean(Op.WEIGHT))

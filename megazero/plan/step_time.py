@@ -61,13 +61,13 @@ class Span:
     """An interval of a rank's timeline, in seconds from the start of the step.
 
     Args:
-        kind: "compute", "idle", "optimizer", or the axis whose communication the rank waits for: "tp", "cp", "dp", "pp".
+        activity: "compute", "idle", "optimizer", or the axis whose communication the rank waits for: "tp", "cp", "dp", "pp".
         name: the action, or a description of the wait.
     """
 
     start: float
     end: float
-    kind: str
+    activity: str
     name: str
 
 
@@ -88,19 +88,19 @@ class StepTime:
     flops: float
 
     @property
-    def by_kind(self) -> list[dict[str, float]]:
-        """Seconds by kind of span, for each pipeline rank; they sum to the duration of the step."""
+    def by_activity(self) -> list[dict[str, float]]:
+        """Seconds by activity, for each pipeline rank; they sum to the duration of the step."""
         found = [Counter[str]() for _ in self.timelines]
-        for kinds, spans in zip(found, self.timelines, strict=True):
+        for seconds_of, spans in zip(found, self.timelines, strict=True):
             for span in spans:
-                kinds[span.kind] += span.end - span.start  # type: ignore[assignment]
-        return [dict(kinds) for kinds in found]
+                seconds_of[span.activity] += span.end - span.start  # type: ignore[assignment]
+        return [dict(seconds_of) for seconds_of in found]
 
     @property
     def exposed(self) -> dict[str, float]:
         """Seconds for which a rank waits for communication, by axis, on the rank that waits longest."""
-        longest = reduce(or_, map(Counter, self.by_kind))  # the larger of both
-        return {kind: seconds for kind, seconds in longest.items() if kind not in ("compute", "idle", "optimizer")}
+        longest = reduce(or_, map(Counter, self.by_activity))  # the larger of both
+        return {axis: seconds for axis, seconds in longest.items() if axis not in ("compute", "idle", "optimizer")}
 
 
 def step_time_of(
@@ -125,10 +125,10 @@ def step_time_of(
     links = links_of(run, cluster)
     units = units or unit_times(run, cluster, links)
     passes = {
-        (rank, chunk, kind): added(_unit_pass(unit, kind, units[unit.key], cluster) for unit in own)
+        (rank, chunk, op): added(_unit_pass(unit, op, units[unit.key], cluster) for unit in own)
         for rank, chunks in enumerate(units_of(run.config, schedule))
         for chunk, own in enumerate(chunks)
-        for kind in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+        for op in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
     }
     zero = zero_times_of(run, cluster, links)
     actions = {
@@ -151,14 +151,14 @@ def step_time_of(
     return _assembled(run, timeline, actions, starts, zero)
 
 
-def _unit_pass(unit: StageUnit, kind: Op, time: UnitTime, cluster: Cluster) -> PassTime:
+def _unit_pass(unit: StageUnit, op: Op, time: UnitTime, cluster: Cluster) -> PassTime:
     """Return the time of a unit's pass; transfers of its activations to or from the host overlap with it."""
-    if kind is Op.WEIGHT:
+    if op is Op.WEIGHT:
         return time.weight
-    passed = time.forward if kind is Op.FORWARD else time.backward
+    passed = time.forward if op is Op.FORWARD else time.backward
     if not unit.offloads:
         return passed
-    return passed.beside("offload", time.kept / cluster.device.host_bandwidth)
+    return passed.beside("offload", time.saved_bytes / cluster.device.host_bandwidth)
 
 
 def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
@@ -190,7 +190,7 @@ def _assembled(
         spans = list(_spans(rank, timeline, actions, starts))
         computed = spans[-1].end if spans else 0.0
         spans += _tail(computed, end, together, done, rank_zero, zero.stretch)
-        arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
+        arriving = sum(span.end - span.start for span in spans if span.activity == "dp" and span.name == "weights")
         own = Counter[str]()
         for action in schedule.ranks[rank]:
             own.update(actions[rank, action].hidden)
@@ -211,10 +211,10 @@ def _reduced_at(
     """
     own = schedule.ranks[rank]
     computed = timeline.spans[rank, own[-1]][1]
-    kind = Op.WEIGHT if schedule.splits_backward else Op.BACKWARD
+    last = Op.WEIGHT if schedule.splits_backward else Op.BACKWARD
     free = total = 0.0
     for action in own:
-        if action.op is not kind or action.microbatch != schedule.microbatches - 1:
+        if action.op is not last or action.microbatch != schedule.microbatches - 1:
             continue
         seconds, count = rank_zero.reductions.get(action.chunk, Cost())
         start, end = timeline.spans[rank, action]
@@ -281,7 +281,7 @@ def _tail(
     """Yield the spans at the end of a step: reductions, optimizer, weights."""
     stepped = together + rank_zero.optimizer * stretch
     clock = computed
-    for end, kind, name in (
+    for end, activity, name in (
         (reduced, "dp", "gradients"),
         (together, "idle", "norm, loss"),
         (stepped, "optimizer", ""),
@@ -289,7 +289,7 @@ def _tail(
         (done, "idle", ""),
     ):
         if end > clock:
-            yield Span(clock, end, kind, name)
+            yield Span(clock, end, activity, name)
             clock = end
 
 

@@ -94,12 +94,13 @@ def _step(plan: Plan) -> Iterator[str]:
     mfu = "" if use.mfu is None else f", MFU {use.mfu:.1%} of the {dtype} peak"
     rates = f"{use.tokens_per_second:,.0f} tokens/s, {use.flops_per_device / 1e12:.1f} TFLOP/s a rank{mfu}"
     yield f"step     {_short(time.seconds, time.seconds)}: {rates}"
-    parts = plan.breakdown
-    known = [kind for kind in NAMES if parts.get(kind, 0) > 0] + [kind for kind in parts if kind not in NAMES]
+    seconds_of = plan.breakdown
+    known = [activity for activity in NAMES if seconds_of.get(activity, 0) > 0]
+    known += [activity for activity in seconds_of if activity not in NAMES]
     rank = "the busiest pipeline rank" if len(time.timelines) > 1 else "a rank"
     split = ", ".join(
-        f"{NAMES.get(kind, kind)} {_short(parts[kind], time.seconds)} ({parts[kind] / time.seconds:.1%})"
-        for kind in known
+        f"{NAMES.get(activity, activity)} {_short(seconds, time.seconds)} ({seconds / time.seconds:.1%})"
+        for activity, seconds in ((activity, seconds_of[activity]) for activity in known)
     )
     yield f"         {rank} {split}"
     hidden = {axis: seconds for axis, seconds in time.hidden.items() if seconds > 0}
@@ -264,8 +265,8 @@ def plan_html(plan: Plan, found: SearchResult | None = None) -> str:
     if found is not None:
         texts["Search"] = search_text(found, plan.cluster.device.memory_bytes, is_whole=True)
     fits = f"<p>{escape(plan.fullest.fit_text(plan.cluster.device.memory_bytes))}</p>"
-    parts = [f"<h2>{heading}</h2>\n<pre>{escape(text)}</pre>" for heading, text in texts.items()]
-    body = "\n".join([fits, _memory_picture(plan), _timeline(plan), *parts])
+    sections = [f"<h2>{heading}</h2>\n<pre>{escape(text)}</pre>" for heading, text in texts.items()]
+    body = "\n".join([fits, _memory_picture(plan), _timeline(plan), *sections])
     return Template(LOOKS["page"].lstrip()).substitute(title=title, body=body)
 
 
@@ -306,6 +307,6 @@ def _bar(span: Span) -> Bar:
 
 def _look(span: Span) -> tuple[str, str]:
     """Return the meaning of a span in words, and its colour."""
-    if span.kind == "compute":
+    if span.activity == "compute":
         return NAMES[span.name[0]], LOOKS["passes"][span.name[0]][0]
-    return NAMES.get(span.kind, span.kind), LOOKS["waits"].get(span.kind, LOOKS["rest"])
+    return NAMES.get(span.activity, span.activity), LOOKS["waits"].get(span.activity, LOOKS["rest"])

@@ -1,16 +1,16 @@
 """Traces one unit of a stage in one micro-batch: the real layers, run on tensors without data.
 
-    forward     x  -> [ operators and collectives, in order ] -> y      kept: tensors saved for the backward, + y - x
-    backward    dy -> [ ...                                 ] -> dx     kept: - the tensors that the forward saved, + dx - dy
+    forward     x  -> [ operators and collectives, in order ] -> y      saved: tensors for the backward, + y - x
+    backward    dy -> [ ...                                 ] -> dx     saved: - the tensors of the forward, + dx - dy
     weight            [ products, if the schedule splits    ]
 
-A stage runs its units one after another, so the bytes kept by the passes so far add up to the rank's activations.
+A stage runs its units one after another, so the bytes saved by the passes so far add up to the rank's activations.
 
     between units      x and dy are freed as soon as nothing needs them, as in the middle of a stage
     not in a trace     parameters, buckets and tables, which live before the pass and after it
 
 Traces run as on a CPU.  On CUDA, attention's kernels have other names, some read keys once for each query head, and a
-product of 16-bit factors adds to fp32 gradients without a temporary.  Offloaded activations count as kept on the device.
+product of 16-bit factors adds to fp32 gradients without a temporary.  Offloaded activations count as on the device.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class PassTrace:
 
     Args:
         events: operators and messages, in order.
-        kept: live bytes after the pass minus live bytes before it; negative if the pass frees more than it saves.
+        saved_bytes: live bytes after the pass minus live bytes before it; negative if the pass frees more than it saves.
         spans: memory over time; the first span begins with the pass.
     """
 
     events: tuple[Event, ...]
-    kept: int = 0
+    saved_bytes: int = 0
     spans: tuple[MemorySpan, ...] = ()
 
 
@@ -118,9 +118,9 @@ class UnitTrace:
     tables: int = 0
     in_arena: int = 0
 
-    def of(self, kind: Op) -> PassTrace | None:
-        """Return the trace of a pass by the kind of its action."""
-        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}.get(kind, self.weight)
+    def of(self, op: Op) -> PassTrace | None:
+        """Return the trace of a pass by the operation of its action."""
+        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}.get(op, self.weight)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision, grid = config.parallel, config.precision, run.grid
-    # FlexAttention keeps what kernels without a cap keep
+    # FlexAttention saves what kernels without a cap save
     uncapped = {"attn_logit_softcapping": None} if on_cuda else {}
     return TraceKey(
         config.model.model_copy(update={"num_layers": 1} | uncapped),
@@ -234,7 +234,7 @@ def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[StageUnit]
     model, found = config.model, list[list[list[StageUnit]]]()
     fp8 = config.precision.fp8_of_layers(model.num_layers)
     dense = model.first_dense_layers
-    kinds = [(at < dense, model.window_of(at), model.rope_of(at)) for at in range(model.num_layers)]
+    traits = [(at < dense, model.window_of(at), model.rope_of(at)) for at in range(model.num_layers)]
     for rank, chunks in enumerate(cut_by_rank(model, config.parallel.layout, schedule.placement)):
         layers = [layer for layout in chunks for layer in layout.layers]
         policies = layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)
@@ -242,7 +242,7 @@ def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[StageUnit]
         for layout in chunks:
             units = []
             for layer in layout.layers:
-                key = LayerKey(replace(policies[layer], offload=False), kinds.index(kinds[layer]))
+                key = LayerKey(replace(policies[layer], offload=False), traits.index(traits[layer]))
                 units.append(StageUnit(f"layer {layer}", key, policies[layer].offload))
             first = [StageUnit(EMBEDDING, EMBEDDING)] if layout.has_embedding else []
             last = [StageUnit(HEAD, HEAD)] if layout.has_head else []
@@ -273,7 +273,7 @@ def _embedding(key: TraceKey) -> UnitTrace:
     passed = of_embedding.backward
     at = [span.parameter for span in passed.spans].index("tokens.weight")  # autograd has added the head's part by then
     summed = [span._replace(live=span.live - tied, peak=span.peak - tied) for span in passed.spans[at:]]
-    backward = replace(passed, kept=passed.kept - tied, spans=(*passed.spans[:at], *summed))
+    backward = replace(passed, saved_bytes=passed.saved_bytes - tied, spans=(*passed.spans[:at], *summed))
     return replace(of_embedding, backward=backward)
 
 
