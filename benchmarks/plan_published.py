@@ -285,7 +285,7 @@ def main() -> None:
             f"{axis} {share / found.seconds:.1%}" for axis, share in found.exposed.items() if share > 1e-3
         )
         lines.append([row.name, row.shown, f"{row.seconds:.2f}", f"{seconds:.2f}", f"{error:+.1%}",
-                      f"{mean(kinds.get('idle', 0.0) for kinds in found.by_activity) / found.seconds:.1%}", waits] )  # fmt: skip
+                      f"{mean(own.get('idle', 0.0) for own in found.by_activity) / found.seconds:.1%}", waits] )  # fmt: skip
     heads = ["run", "published", "s", "predicted s", "error", "idle", "exposed"]
     print(table := markdown(heads, lines))
     print(f"median error {median(errors):.1%}, largest {max(errors):.1%}")
