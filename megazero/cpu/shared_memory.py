@@ -112,7 +112,7 @@ class Channel:
             if self._broken:
                 raise RuntimeError(self._broken)
             if not self.peers:
-                raise RuntimeError("this rank has closed its channel of shared memory")
+                raise RuntimeError("this rank has left its group and closed the shared memory")
             if any(peer.is_lost and not peer.signals for peer in self.peers):
                 self._fail("Connection closed by a rank of this host")
             if not self._poller.poll(deadline - time.monotonic()):

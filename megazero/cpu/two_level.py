@@ -118,7 +118,7 @@ class ThreadedChannel:
         gloo cannot interrupt the wait for a message, so a thread in such a wait ends when the message arrives or times
         out.
         """
-        self._left = RuntimeError("this rank has closed its channel of shared memory")
+        self._left = RuntimeError("this rank has left its group and closed the shared memory")
         self._worker.close(self._left, self.channel.interrupt)
         self.channel.close()
         self._poller.forget()
