@@ -148,7 +148,7 @@ def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) ->
 def _is_like(a: str, b: str) -> bool:
     shared = {*a.split("-")} & {*b.split("-")}
     a, b = ("-".join(part for part in name.split("-") if part not in shared) for name in (a, b))
-    return not (a and b) or SequenceMatcher(None, a, b).ratio() >= (0.5 if shared else 0.65)
+    return not (a and b) or SequenceMatcher(None, a, b).ratio() >= (0.5 if shared else 0.7)
 
 
 def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:

@@ -289,10 +289,13 @@ def counted(number: float, what: str) -> str:
     )
 
 
-def listed(texts: Sequence[str], most: int = 8, separator: str = ", ") -> str:
-    """Join the first texts, and count the others: `rank 0, rank 1, and 6 more`."""
-    left_out = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
-    return separator.join([*texts[:most], *left_out])
+def listed(texts: Sequence[str], most: int = 8, separator: str = ", ", total: int | None = None) -> str:
+    """Join the first texts, and count the others: `rank 0, rank 1, and 6 more`.
+
+    `total`: of how many these texts are the first ones; None if they are all.
+    """
+    left_out = (len(texts) if total is None else total) - len(texts[:most])
+    return separator.join([*texts[:most], *([f"and {left_out:,} more"] if left_out else [])])
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from megazero.cli._common import ProgressBar, fail, load_extensions, print_table
 from megazero.registry import added
+from megazero.settings import listed
 
 if TYPE_CHECKING:
     from megazero.checkpoint.compare import Comparison
@@ -196,7 +197,7 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
             table.add_row(tensor.name, tensor.state_kind, tensor.shapes, count, *gaps, close)
         print_table(table)
         if rows is not None and len(found.tensors) > rows:
-            print(f"... and {len(found.tensors) - rows} more; --all shows them")
+            print(f"... {listed((), total=len(found.tensors) - rows)}; --all shows them")
     for line in found.notes:
         print(f"not part of the state: {line}")
     different = sum(not tensor.is_close for tensor in found.tensors)

@@ -222,7 +222,7 @@ def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Proble
 
 
 def likely_keys(name: str, home: str, siblings: Collection[str], known: Collection[str]) -> list[str]:
-    """Guess which keys a name means: keys of that name anywhere, else similar names in its section, else anywhere.
+    """Guess which keys a name means: keys of that name anywhere, else a similar one in its section, else similar ones.
 
     Args:
         name: the unknown name.

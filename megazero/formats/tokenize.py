@@ -32,6 +32,7 @@ from megazero.data.indexed import pair_paths
 from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 from megazero.formats.documents import FileRange, SkippedText, cut_files, documents_of, find_files, format_of
+from megazero.settings import listed
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
@@ -171,16 +172,17 @@ class _Notes(NamedTuple):
 
     def leave_out(self, count: int, named: Sequence[SkippedText], what: str) -> None:
         """Note what is left out because it cannot be read.  Raises: ValueError: it may not be left out."""
-        listed = _listed(count, named)
+        shown = listed([*map(str, named)], _NAMED, "\n  ", count)
         if count and not self.skip_bad:
             cure = "mend them, or leave them out with --skip-bad; what is done is kept"
-            raise ValueError("\n".join([f"{count:,} {what} cannot be read:{listed}", *self.lines, cure]))
+            raise ValueError("\n".join([f"{count:,} {what} cannot be read:\n  {shown}", *self.lines, cure]))
         if count:
-            self.lines.append(f"left out {count:,} {what} that cannot be read:{listed}")
+            self.lines.append(f"left out {count:,} {what} that cannot be read:\n  {shown}")
 
     def add_empty(self, done: Sequence[_Tokenized], hidden: int) -> None:
         empty, named = sum(shard.empty for shard in done), [problem for shard in done for problem in shard.named_empty]
-        counts = {f"empty documents:{_listed(empty, named)}": empty, "names that start with a dot": hidden}
+        shown = listed([*map(str, named)], _NAMED, "\n  ", empty)
+        counts = {f"empty documents:\n  {shown}": empty, "names that start with a dot": hidden}
         self.lines.extend(f"left out {count:,} {what}" for what, count in counts.items() if count)
 
 
@@ -209,12 +211,6 @@ def _remove_shards(folder: Path) -> None:
             if _SHARD_FILE.fullmatch(path.name):
                 path.unlink()
         folder.rmdir()  # unless somebody else has put a file there
-
-
-def _listed(count: int, named: Sequence[SkippedText]) -> str:
-    lines = [str(problem) for problem in named[:_NAMED]]
-    lines += [f"and {count - len(lines):,} more"] if count > len(lines) else []
-    return "".join(f"\n  {line}" for line in lines)
 
 
 def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[SkippedText]]:
