@@ -27,10 +27,10 @@ What a backward with `create_graph` computes is saved outside any unit's forward
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -80,8 +80,7 @@ class Unit:
             assert parameter is not None
             if not places[id(parameter)][0].holds_weights:
                 self.attributes.append(_Attribute(module, key, parameter, gatherer.placeholder(parameter)))
-        self.buckets = list(dict.fromkeys(places[id(attribute.parameter)][0] for attribute in self.attributes))
-        self.nbytes = sum(bucket.weights.nbytes for bucket in self.buckets)
+        self.buckets = gatherer.plan.buckets_of[index]
         self._waits_by_layer = len(self.buckets) > 1 and bool(described.readers)
         if self.buckets:
             # Functions, not methods: a deep copy of the module must not copy this object.  A compiled module breaks its
@@ -306,18 +305,87 @@ class ScheduleOrder:
         return range(unit + 1, span.stop) if is_forward else range(unit - 1, span.start - 1, -1)
 
 
+@dataclass(frozen=True, eq=False)
+class GatherPlan:
+    """What each unit of stage 3 gathers, and how far ahead of its use.
+
+    Args:
+        units: in forward order, chunk after chunk.
+        places: bucket and slot of each parameter.
+        buckets_of: the buckets of each unit.
+        prefetch_bytes: limit for the weights that are gathered ahead of the unit in use; one unit is always gathered
+            ahead.
+    """
+
+    units: Sequence[UnitModule]
+    places: Places
+    buckets_of: Sequence[list[Bucket]]
+    prefetch_bytes: int
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Every bucket that is gathered."""
+        return list(dict.fromkeys(bucket for bucket, _ in self.places.values() if not bucket.holds_weights))
+
+    @cached_property
+    def shares_buffers(self) -> bool:
+        """Whether buckets take turns in a buffer."""
+        return len({storage_of(bucket.weights) for bucket in self.buckets}) < len(self.buckets)
+
+    @cached_property
+    def first(self) -> frozenset[Bucket]:
+        """The buckets that a forward needs first: no more than it gathers at once, since the staging buffers hold no
+        more.
+        """
+        if not self.units:
+            return frozenset()
+        own, chunk = self.buckets_of[0], [unit.chunk for unit in self.units].count(self.units[0].chunk)
+        ahead, _ = self.ahead({storage_of(bucket.weights): bucket for bucket in own}, range(1, chunk))
+        return frozenset([*own, *ahead][: max(len(own), len(ahead))])
+
+    def ahead(self, needed: dict[int, Bucket], following: Iterable[int]) -> tuple[list[Bucket], list[Bucket]]:
+        """Choose the buckets to gather ahead for the following units.
+
+        Args:
+            needed: buckets whose buffers must not be overwritten, by address; the chosen buckets are added.
+
+        Returns:
+            The chosen buckets, and the buckets of the first unit that has to wait.
+        """
+        fitting, nbytes = list[Bucket](), 0
+        for index in following:
+            buckets, more = self.buckets_of[index], self._bytes_of[index]
+            if nbytes and nbytes + more > self.prefetch_bytes:
+                return fitting, buckets
+            nbytes += more
+            fits = [needed.setdefault(storage_of(bucket.weights), bucket) is bucket for bucket in buckets]
+            fitting += compress(buckets, fits)
+            if not all(fits):
+                return fitting, buckets
+        return fitting, []
+
+    @cached_property
+    def _bytes_of(self) -> list[int]:
+        return [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self.buckets_of]
+
+
+def plan_gathers(units: Sequence[UnitModule], places: Places, prefetch_bytes: int) -> GatherPlan:
+    """Return the plan for these units; for the arguments see `GatherPlan`."""
+    buckets_of = []
+    for unit in units:
+        parameters = (module._parameters[key] for module, key in unit.attributes)
+        every = dict.fromkeys(places[id(parameter)][0] for parameter in parameters)
+        buckets_of.append([bucket for bucket in every if not bucket.holds_weights])
+    return GatherPlan(units, places, buckets_of, prefetch_bytes)
+
+
 class UnitGatherer:
     """The units of a model under stage 3, and their shared buffers.
 
     Args:
-        modules: the units, in forward order, chunk after chunk.
-        places: bucket and slot of each parameter.
         policy: settings of the buckets.
-        prefetch_bytes: limit for the weights that are gathered ahead of the unit in use; one unit is always gathered
-            ahead.
 
     Attributes:
-        first: the buckets that a forward needs first.
         running: the units whose forward is running, outermost first.
         unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
@@ -326,22 +394,12 @@ class UnitGatherer:
     buffers_type: ClassVar[type[GatherBuffers]] = GatherBuffers
     order_type: ClassVar[type[ScheduleOrder]] = ScheduleOrder
 
-    def __init__(
-        self, modules: Sequence[UnitModule], places: Places, policy: ShardingPolicy, prefetch_bytes: int
-    ) -> None:
-        self.places, self._prefetch_bytes = places, prefetch_bytes
-        self.buckets = list(dict.fromkeys(bucket for bucket, _ in places.values() if not bucket.holds_weights))
-        chunk_of = [module.chunk for module in modules]
-        self.buffers, self.order = self.buffers_type(self.buckets, policy), self.order_type(chunk_of)
+    def __init__(self, plan: GatherPlan, policy: ShardingPolicy) -> None:
+        self.plan, self.places, self.buckets = plan, plan.places, plan.buckets
+        self.buffers = self.buffers_type(plan.buckets, policy)
+        self.order = self.order_type([unit.chunk for unit in plan.units])
         self.running: list[tuple[Unit, SavingForward]] = []
-        self.units = [self.unit_type(index, module, self) for index, module in enumerate(modules)]
-        users = Counter(storage_of(bucket.weights) for bucket in self.buckets)
-        self._takes_turns = any(count > 1 for count in users.values())
-        # As many as a forward gathers at once: the staging buffers hold no more.
-        chunk = [index for index, owner in enumerate(chunk_of) if owner == chunk_of[0]]
-        own = self.units[chunk[0]].buckets if chunk else []
-        ahead, _ = self._fitting({storage_of(bucket.weights): bucket for bucket in own}, chunk[1:])
-        self.first = frozenset([*own, *ahead][: max(len(own), len(ahead))])
+        self.units = [self.unit_type(index, unit, self) for index, unit in enumerate(plan.units)]
 
     def placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter on the meta device, which a module holds while its weights are not gathered.
@@ -365,13 +423,13 @@ class UnitGatherer:
             self.running.pop()[1].leave()
         for bucket in self.buckets:
             # the update has started the gathers of the first units
-            if bucket not in self.first and self.buffers.holds(bucket):
+            if bucket not in self.plan.first and self.buffers.holds(bucket):
                 self.buffers.wait(bucket)
 
     def start_first(self, bucket: Bucket) -> None:
         """Start the gather of an updated bucket if it is among the first that a forward needs."""
         self.buffers.source.prepare(bucket)
-        if bucket in self.first:
+        if bucket in self.plan.first:
             self.buffers.unshard(bucket)
 
     def detach(self) -> None:
@@ -382,37 +440,16 @@ class UnitGatherer:
     def run(self, unit: Unit, *, is_forward: bool) -> None:
         """Record that a unit starts, and start the gathers of the next units; see [Note: gathers ahead]."""
         self.order.visit(unit.index, is_forward)
-        if self.buffers.is_full and not self._takes_turns:
+        if self.buffers.is_full and not self.plan.shares_buffers:
             return
-        running = [*(one for one, _ in self.running), unit]  # last: it holds a shared buffer
-        needed = {storage_of(bucket.weights): bucket for one in running for bucket in one.buckets}
-        ahead, waiting = self._fitting(needed, self.order.upcoming())
+        running = [*(outer for outer, _ in self.running), unit]  # last: it holds a shared buffer
+        needed = {storage_of(bucket.weights): bucket for user in running for bucket in user.buckets}
+        ahead, waiting = self.plan.ahead(needed, self.order.upcoming())
         for bucket in ahead:
             self.buffers.unshard(bucket)
         for bucket in waiting:
             if not self.buffers.holds(bucket):
                 self.buffers.source.read_ahead(bucket)
-
-    def _fitting(self, needed: dict[int, Bucket], following: Iterable[int]) -> tuple[list[Bucket], list[Bucket]]:
-        """Choose the buckets to gather ahead for the following units.
-
-        Args:
-            needed: buckets whose buffers must not be overwritten, by address; the chosen buckets are added.
-
-        Returns:
-            The chosen buckets, and the buckets of the first unit that has to wait.
-        """
-        fitting, nbytes = list[Bucket](), 0
-        for index in following:
-            unit = self.units[index]
-            if nbytes and nbytes + unit.nbytes > self._prefetch_bytes:
-                return fitting, unit.buckets
-            nbytes += unit.nbytes
-            fits = [needed.setdefault(storage_of(bucket.weights), bucket) is bucket for bucket in unit.buckets]
-            fitting += compress(unit.buckets, fits)
-            if not all(fits):
-                return fitting, unit.buckets
-        return fitting, []
 
 
 def in_backward() -> bool:

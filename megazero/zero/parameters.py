@@ -22,7 +22,7 @@ from megazero.comm.memory import StorageError
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Landing
 from megazero.zero.bucket_plan import ShardingPlan
-from megazero.zero.gather import UnitGatherer
+from megazero.zero.gather import UnitGatherer, plan_gathers
 from megazero.zero.sharding import intersect
 from megazero.zero.storage import Location
 from megazero.zero.units import ModelParts, UnitModule
@@ -82,7 +82,7 @@ class ShardedParameters:
             self.gathers.attach(parts.units, places)
         self.gatherer: UnitGatherer | None = None
         if plan.buffers is not None:
-            self.gatherer = gathering.gatherer_type(parts.units, places, self.policy, plan.prefetch_bytes)
+            self.gatherer = gathering.gatherer_type(plan_gathers(parts.units, places, plan.prefetch_bytes), self.policy)
             self.gathers.gatherer = self.gatherer
 
     def _make_buckets(self, plan: ShardingPlan, ties: Mapping[str, Axis]) -> None:
