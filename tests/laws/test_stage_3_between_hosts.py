@@ -268,9 +268,9 @@ def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int
         engine.train_step(micro_batches(run, state, 0), LR)
         with _noted() as events:
 
-            def stepped(self: WeightGathers, bucket: Bucket, *step: Any, events: list[Any] = events) -> None:
+            def stepped(self: WeightGathers, bucket: Bucket, events: list[Any] = events) -> None:
                 events.append(("steps", bucket.layout.unit))
-                start(self, bucket, *step)
+                start(self, bucket)
 
             WeightGathers.start_behind_forward = stepped  # type: ignore[method-assign]
             engine.train_step(micro_batches(run, state, 1), LR)
