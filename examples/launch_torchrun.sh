@@ -12,26 +12,26 @@ NNODES=${NNODES:-1}                 # or MIN:MAX
 NPROC_PER_NODE=${NPROC_PER_NODE:-8} # one rank for each GPU
 HEAD=${HEAD:-localhost}
 PORT=${PORT:-29500}
-RUN_ID=${RUN_ID:-megazero}        # the same on all nodes; another one for each run that is up at the same time
-MAX_RESTARTS=${MAX_RESTARTS:-0}   # how often lost ranks are made up for without starting this line again
+RUN_ID=${RUN_ID:-megazero}        # the same on all nodes; different for runs at the same time
+MAX_RESTARTS=${MAX_RESTARTS:-0}   # how often lost ranks are restarted without starting this line again
 
 if [[ $# -lt 1 ]]; then
     echo "usage: [NNODES=n] [HEAD=host] $0 CONFIG [section.key=value ...]" >&2
     exit 2
 fi
 
-# Ranks that are started again meet at a store of their own; torchrun would give them the address of the last one.
+# Restarted ranks meet at their own store; otherwise torchrun would give them the address of the previous store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Seconds that a torchrun which is told to end leaves its ranks to save; torch 2.11 knows only its own 30.
+# Seconds that torchrun gives its ranks to save after a signal; torch 2.11 always uses 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# What the end of a run says to start, to continue it.
+# The command that the end of a run prints to continue it.
 export MEGAZERO_LAUNCHER=${MEGAZERO_LAUNCHER:-"NNODES=$NNODES NPROC_PER_NODE=$NPROC_PER_NODE HEAD=$HEAD $0"}
-# SIGUSR1 is for the ranks, which finish their step and save; torchrun goes on waiting for them.
+# SIGUSR1 is for the ranks, which finish their step and save; torchrun keeps waiting for them.
 trap '' USR1
 
 # The ranks of a node get consecutive numbers and tp is the innermost axis, so a tp group of up to NPROC_PER_NODE ranks
 # never leaves its node.
-# megazero.torchrun is torchrun that ends with its ranks' exit code.
+# megazero.torchrun is torchrun, but ends with its ranks' exit code.
 exec python -m megazero.torchrun \
     --nnodes "$NNODES" \
     --nproc_per_node "$NPROC_PER_NODE" \

@@ -1,4 +1,4 @@
-"""megazero as a library, on one process or on those that torchrun starts.  Started again, it resumes.
+"""megazero as a library, on one process or under torchrun.  Started again, it resumes.
 
 python examples/pretrain_gpt.py training.steps=20
 torchrun --nproc_per_node 2 examples/pretrain_gpt.py training.steps=40 parallel.tp=2
@@ -21,7 +21,7 @@ ALONE = [
     "parallel.tp=1",
     "parallel.pp=1",
     "training.run_dir=runs/pretrain_gpt",
-]  # over the file, under the command line
+]  # override the file, and the command line overrides them
 
 
 def main(overrides: list[str]) -> None:

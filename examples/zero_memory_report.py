@@ -1,4 +1,4 @@
-"""What each ZeRO stage keeps, sends and takes on this machine, beside the plan; the same as `megazero memory-report`.
+"""Memory, traffic and time of each ZeRO stage on this machine, compared with the plan, like `megazero memory-report`.
 
 python examples/zero_memory_report.py
 python examples/zero_memory_report.py --stages 1,3 --precision bf16 model.num_layers=12

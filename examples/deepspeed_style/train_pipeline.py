@@ -3,7 +3,7 @@
 torchrun --standalone --nproc_per_node 4 examples/deepspeed_style/train_pipeline.py \\
     --stages 2 --deepspeed_config examples/deepspeed_style/ds_config_pipeline.json
 
-Ranks beyond the stages are data parallelism; the JSON says their ZeRO stage.  The text is made from a seed.  Every number of
+Further ranks are data-parallel; the JSON sets their ZeRO stage.  The text is drawn from a seed.  Every number of
 ranks and stages gives the same losses, up to rounding.
 """
 

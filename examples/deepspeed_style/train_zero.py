@@ -1,9 +1,9 @@
-"""A small classifier trained by a script in DeepSpeed's style; its JSON alone says which ZeRO stage.
+"""A small classifier trained by a script in DeepSpeed's style; only its JSON chooses the ZeRO stage.
 
 torchrun --standalone --nproc_per_node 2 examples/deepspeed_style/train_zero.py \\
     --deepspeed_config examples/deepspeed_style/ds_config_zero2.json
 
-The images are made from a seed: ten patterns with noise, in the shape of MNIST.  The JSON fixes the global batch, so that
+The images are drawn from a seed: ten patterns with noise, in the shape of MNIST.  The JSON fixes the global batch, so that
 any number of ranks that divides it sees the same batches and prints the same losses, up to rounding.
 """
 
