@@ -89,7 +89,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         problems = list(_broken_rules(run, dp_size))
     if problems:
         raise ConfigError(problems, name)
-    batch = complete_batch(**sizes, dp=dp_size, pp=1)  # one accumulates only where that is written or implied
+    batch = complete_batch(**sizes, dp=dp_size, pp=1)  # without the keys, there is no accumulation
     half = config.fp16 if config.fp16.enabled else config.bf16
     efficiency = config.data_efficiency
     return DeepSpeedConfig(

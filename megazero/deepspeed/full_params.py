@@ -92,7 +92,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
     """Gather sharded parameters, and broadcast the changes at the end.  Buckets without changes are not sent."""
     _check_modifier(engine, modifier)
     bound = engine.bound
-    for name in parameters.keys() & bound.modifiers.keys():  # an outer one makes the changes every rank's
+    for name in parameters.keys() & bound.modifiers.keys():  # the outer block broadcasts the changes
         if modifier not in (None, bound.modifiers[name]):
             outer = f"GatheredParameters with modifier_rank={bound.modifiers[name]}"
             raise ValueError(f"{name} is already within {outer}; give that one modifier_rank={modifier}, too")
@@ -135,7 +135,7 @@ def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Ten
         all_reduce(changed, axis, "max").wait()
     new = {name: now[name].clone() for name, is_changed in zip(now, changed.tolist(), strict=True) if is_changed}
     for name in new:
-        now[name].copy_(before[name])  # of fp32 weights these may be the masters
+        now[name].copy_(before[name])  # fp32 weights may be the masters themselves
     for name, values in new.items():
         master = masters.of(name)
         torch.where(values == before[name], master, values.float(), out=master)

@@ -97,20 +97,22 @@ def partition_layers(
     raise ValueError(f"partition_method={method!r} is unknown; {hint}")
 
 
-def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
+def partition_balanced(weights: Sequence[int], stages: int) -> list[range]:
     """Partition a row of non-negative weights into non-empty stages, such that the heaviest is as light as possible.
 
     The last stages are filled first, because under 1F1B the first stages hold activations longest.
 
     Raises: ValueError: there are fewer weights than stages.
     """
-    if not 1 <= parts <= len(weights):
-        raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
+    if not 1 <= stages <= len(weights):
+        raise ValueError(
+            f"{stages} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}"
+        )
 
     def fill(limit: int) -> list[range]:
         """Fill stages up to a limit, the last stage first.  If the limit is too low, the first layers are left over."""
         found, stop = list[range](), len(weights)
-        for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
+        for before in reversed(range(stages)):  # as many stages come before, and each needs a layer
             start = stop - 1
             while start > before and sum(weights[start - 1 : stop]) <= limit:
                 start -= 1
@@ -172,7 +174,7 @@ def name_of(layer: object) -> str:
 def describe_value(value: object) -> str:
     """Describe a value of the wrong type in a few words."""
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of ({', '.join(type(part).__name__ for part in value)})"
+        return f"a {type(value).__name__} of ({', '.join(type(item).__name__ for item in value)})"
     return f"a {type(value).__name__}"
 
 
@@ -240,8 +242,8 @@ class LayerChunk(nn.Module):
 
     def _recomputable(self, indices: range, *x: Tensor) -> Tensors:
         """Run layers on a copy of `x` if they write in place, since the recomputation starts from `x` again."""
-        parts = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
-        if any(getattr(part, "inplace", False) for part in parts):
+        modules = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
+        if any(getattr(module, "inplace", False) for module in modules):
             x = tuple(tensor.clone() for tensor in x)
         return self._run(indices, *x)
 
@@ -250,6 +252,6 @@ class LayerChunk(nn.Module):
             layer = self._functions[index] if index in self._functions else self.layers[str(index)]
             y = layer(x[0] if len(x) == 1 else x)
             x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
-            if not x or not all(isinstance(part, Tensor) for part in x):
+            if not x or not all(isinstance(tensor, Tensor) for tensor in x):
                 raise TypeError(f"layer {index} ({name_of(layer)}) returned {describe_value(y)}, not tensors")
         return x

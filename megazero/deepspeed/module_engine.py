@@ -52,13 +52,13 @@ class ModuleEngine(TrainingEngine):
         super()._prepare()
         model, config = self.sharded_model, self.config
         self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs
-        self._boundary: bool | None = None  # what the script says instead of the count
+        self._boundary: bool | None = None  # set by the script in place of the count
         self._passes = 0  # backward passes of this step
         self._ended = 0  # micro-batches of this step that step() has ended
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._wants_step = False
-        self._graph_task: int | None = None  # of the script's own backward that was met last
-        self._is_scaled = False  # `scale` has multiplied the loss of the next one
+        self._graph_task: int | None = None  # of the script's own last backward
+        self._is_scaled = False  # `scale` has multiplied the loss of the next backward
         assert isinstance(model.reducer, ModuleReducer)
         self.reducer = model.reducer
         self.reducer.serve(self)
@@ -173,7 +173,7 @@ class ModuleEngine(TrainingEngine):
             raise RuntimeError("engine.step() without engine.backward(loss): there are no gradients")
         loss_sum, self._loss_sum = self._loss_sum, torch.zeros_like(self._loss_sum)
         self._passes, self._ended, self._wants_step = 0, 0, False
-        self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
+        self.micro_steps += 1  # also if the step fails: training then goes on with a new step
         self._finish_step(loss_sum, self.dp_world_size)
         self.reducer.learn_order(self.parallel_state.dp_cp)
 

@@ -63,7 +63,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards, like DeepSpeed's ZeRO optimizers.  Read it, but do not load it."""
-        warn("optimizer.state_dict() is this rank's part, to look at; engine.save_checkpoint(dir) writes all of it")
+        warn("optimizer.state_dict() is this rank's shard, to look at; engine.save_checkpoint(dir) writes all of it")
         return self.inner.state_dict()
 
     def count_step(self) -> None:
@@ -254,7 +254,7 @@ class CheckpointedEngine(nn.Module):
         return self._names.get(name, name)
 
     def _begun(self) -> str:
-        """Describe which part of the current step has run; empty between steps."""
+        """Describe how much of the current step has run; empty between steps."""
         return ""
 
     def _check_savable(self, tag: str) -> None:

@@ -85,10 +85,10 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
         raise ValueError(f"the {type(optimizer).__name__} has stepped already; hand it over before its first step")
 
-    def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    def build(shards: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer.state.clear()
-        for group, part in zip(optimizer.param_groups, parts, strict=True):
-            group["params"] = part
+        for group, params in zip(optimizer.param_groups, shards, strict=True):
+            group["params"] = params
         return optimizer
 
     return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)

@@ -92,11 +92,11 @@ class ScriptReducer(GradientReducer):
                 for index in indices:  # which have not arrived in this pass
                     if gradients.counts[index] == order.passes:
                         gradients.count(index, order.passes + 1)
-        graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
+        graph.visited.add(unit)  # a nested backward may still give its gradients, until the next unit's turn
         self.reduce_due(order)
 
     def _graph(self, chunk: int) -> _Graph:
-        key = chunk, torch._C._current_graph_task_id()  # a backward within has a graph of its own
+        key = chunk, torch._C._current_graph_task_id()  # a nested backward has its own graph
         if key not in self._graphs:
             unused: dict[BucketGradients, list[int]] = {}
             reach = self._reach.setdefault(chunk, Reach(self.parameters[chunk]))
@@ -136,7 +136,7 @@ class ModuleReducer(ScriptReducer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._served: Callable[[], Any] = lambda: None
-        # What the first pass has brought gradients to, the last one last; an order that is learned is no longer here.
+        # The buckets in the order of their last gradients in the first pass.  An order is removed once it is learned.
         self._arrived: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
 
     def serve(self, engine: Any) -> None:
@@ -188,8 +188,8 @@ class Reach:
     """Finds which of some trained parameters the running backward reaches.
 
     loss <- f(w1) <- g(w0)                      reaches w1 and w0; w2, which this forward has not used, gets no gradient
-    loss <- CheckpointFunction <- g(w0)         as far as its graph shows, only w0: the function runs a backward within,
-                                                of a graph of its own, which reaches w1
+    loss <- CheckpointFunction <- g(w0)         as far as its graph shows, only w0: the function runs a nested
+                                                backward of its own graph, which reaches w1
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

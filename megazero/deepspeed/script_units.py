@@ -38,7 +38,7 @@ from megazero.zero.sharding import ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import free_memory_bytes
 from megazero.zero.units import ModelParts, UnitModule, parameter_attributes, units_of
 
-_ONLY_WITHIN = "under stage 3 weights are there only within their module's forward; keep a copy (weight.clone())"
+_ONLY_WITHIN = "under stage 3 weights are whole only within their module's forward; keep a copy (weight.clone())"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
 
@@ -69,7 +69,7 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModul
     if not holding:
         return
     direct = parameter_attributes([module])
-    if (is_element or direct) and not any(isinstance(part, _CONTAINERS) for part in holding):
+    if (is_element or direct) and not any(isinstance(submodule, _CONTAINERS) for submodule in holding):
         yield UnitModule(module, parameter_attributes(holding), chunk)
         return
     if direct:
@@ -388,8 +388,8 @@ class BoundParameters:
 
 
 def _held_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name of every attribute of a module's parts that holds a parameter, and the parameter itself."""
-    for prefix, part in module.named_modules():
-        for key, parameter in part._parameters.items():
+    """Yield the name of every attribute of a module's submodules that holds a parameter, and the parameter."""
+    for prefix, submodule in module.named_modules():
+        for key, parameter in submodule._parameters.items():
             if parameter is not None:
                 yield f"{prefix}.{key}" if prefix else key, real(parameter)

@@ -152,7 +152,7 @@ def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange],
                 raise ValueError("neither a file nor a directory")
             with file.open("rb"):
                 ranges += _ranges_of(str(file), about.st_size, range_bytes)
-        except Exception as error:  # pyarrow's are of its own kinds
+        except Exception as error:  # pyarrow raises its own types
             problems.append(SkippedText(str(file), -1, getattr(error, "strerror", None) or str(error)))
     return ranges, problems
 
@@ -242,7 +242,7 @@ def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | E
 def _attempt(read: Any, *arguments: Any) -> Any:
     try:
         return read(*arguments)
-    except Exception as error:  # also of JSON that is nested too deeply
+    except Exception as error:  # even JSON that is nested too deeply
         return error
 
 

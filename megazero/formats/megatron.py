@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core in its form `torch_dist`: parts as in torch.distributed.checkpoint, and one file beside.
+"""Checkpoints of Megatron-Core in the format `torch_dist`: that of torch.distributed.checkpoint, and a file common.pt.
 
     .metadata, __0_0.distcp             decoder.layers.self_attention.linear_qkv.weight   [layers, ...], or one for each
                                         optimizer.state.exp_avg.NAME, .exp_avg_sq, .fp32_param or .param
@@ -203,7 +203,7 @@ def _master(name: str, master: LazyTensor, weight: LazyTensor) -> Tensor:
 
 
 def _whole(held: LazyTensor, weight: LazyTensor | None) -> LazyTensor:
-    """Return a tensor in the shape of its weight.  Up to 0.15 it has [pieces of each dimension, elements of a piece]."""
+    """Return a tensor in the shape of its weight.  Up to 0.15 it is [shards along each dimension, elements of a shard]."""
     if weight is None or len(held.shape) != len(weight.shape) + 1:
         return held
     counts, places = held.shape[:-1], range(len(weight.shape))

@@ -1,10 +1,10 @@
-"""Raw files of token ids become pairs in the cache, once; documents end where the format says so, or at the tokenizer's end.
+"""Converts raw files of token ids to pairs in the cache, once.  Documents end where the format or the tokenizer ends them.
 
     name.bin    nanoGPT: ids alone, 16 bits    llm.c: 1,024 bytes of header, whose first number says how wide ids are
     name.npy    OLMo: ids alone                numpy: a header with the type
     name.ds     datatrove: ids alone, and name.ds.index with the ends of documents
 
-Where nothing says so, ids have 16 bits if all of the tokenizer's fit, else 32.
+Where the format does not tell, ids have 16 bits if the tokenizer's vocabulary fits, else 32.
 Sources: karpathy/nanoGPT, data/openwebtext/prepare.py; karpathy/llm.c, dev/data/data_common.py; allenai/OLMo,
 olmo/data/memmap_dataset.py; huggingface/datatrove, pipeline/tokens/tokenizer.py (`TokenizedFile`).
 """

@@ -93,7 +93,7 @@ def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: f
     most = f"; the most is {found[0]}" if found else ""
     return (
         f"no one setting frees the {size_text(missing)} that are missing{most}; more ranks for parallel.tp, parallel.cp, "
-        "parallel.pp or dp make each rank's part smaller"
+        "parallel.pp or dp make each rank's shard smaller"
     )
 
 
@@ -165,7 +165,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
             held["activations and working memory"] = max(allocated - held.total(), 0)
     elif arena:
         held["activation_arena"] = arena
-    more = f"; {size_text(unallocated)} of model state are still to come" if unallocated else ""
+    more = f"; {size_text(unallocated)} of model state are not allocated yet" if unallocated else ""
     lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
     lines[0] += f", free {size_text(free)}{more}"
     kinds = [f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count]

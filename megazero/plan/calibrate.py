@@ -183,10 +183,10 @@ def _probed(_: int) -> float:
 def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
     """Return the operator times of a record in seconds, at the median speed of the probe."""
     samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for kind, *about in times:
-        if (kind == "operator" and about[1]) or kind == "optimizer":
-            name = about[0] if kind == "operator" else kind
-            samples[name].append((about[-1], median(times[kind, *about])))
+    for measured, *about in times:
+        if (measured == "operator" and about[1]) or measured == "optimizer":
+            name = about[0] if measured == "operator" else measured
+            samples[name].append((about[-1], median(times[measured, *about])))
     keys = sorted(key[1:] for key in times if key[0] == "product")
     products = tuple(
         MeasuredProduct(dtype, m, n, k, median(times["product", dtype, m, n, k])) for dtype, m, n, k in keys
@@ -200,13 +200,15 @@ def calibrate(*, quick: bool = False, report: Callable[[str], None] = print) -> 
     """Measure this machine: its first GPU if it has one, else its processors.  `report` prints a line of progress."""
     begin = time.perf_counter()
     (gpu,) = in_processes(1, gpu_here)  # in a child: once this process has used CUDA, its forks cannot
-    runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
+    runs, place = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
     report(f"{len(runs)} models in one process")
-    (record,) = in_processes(1, _measured, runs, kind)
+    (record,) = in_processes(1, _measured, runs, place)
     table, probe = table_of(record, on_gpu=gpu is not None), median(record["probe",])
     if gpu is not None:
         if not gpu.peak_flops:
-            report(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
+            report(
+                f"{gpu.name} has no data sheet here: its peaks are the fastest operators, and its link is assumed to be PCIe"
+            )
         device = fitted(gpu, table)
         report(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
         return Calibration(device, 0, device.link, table, {}, (probe, probe))

@@ -102,7 +102,7 @@ def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda
     world = SimulatedWorld(grid, simulated)
     prepared, notes = _prepared(run)
     if on_cuda:
-        notes += ("the peak is without what a GPU's kernels take inside, and with what the run keeps on the host",)
+        notes += ("the peak leaves out memory inside a GPU's kernels, and includes what the run stores on the host",)
     if rank is None and is_large and (few := fewest_micro_batches(run, 2)) < run.accumulation:
         prepared = replace(prepared, accumulation=few)
         notes += (

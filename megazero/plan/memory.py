@@ -204,7 +204,7 @@ class _Walk:
                 for sent in self._confirmed.get(step, ()):
                     self._messages -= sending.pop(sent)
                 self._compute(step)
-            elif step.op is Op.SEND:  # from now on the message is all that holds it
+            elif step.op is Op.SEND:  # from now on only the message holds the tensor
                 sending[step.carries] = self._message
                 self._saved -= self._message
                 self._messages += self._message
@@ -243,10 +243,10 @@ class _Walk:
         units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))
         is_forward = action.op is Op.FORWARD
         arrives = self._arrives(action)
-        if arrives:  # what came is the first unit's
+        if arrives:  # the first unit owns the message that arrived
             self._messages -= self._message
             self._saved += self._message
-        held = 0  # of the gradient that came: who has started a backward has it until the end
+        held = 0  # of the gradient that arrived, which stays until the backward ends
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = trace.of(action.op)
             if passed is None:

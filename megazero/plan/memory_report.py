@@ -273,7 +273,7 @@ def _traffic(report: Report) -> Iterator[str]:
 
 def _activations(report: Report) -> Iterator[str]:
     """Yield a table by policy: planned bytes of a layer and of the fullest rank, and what a step allocates."""
-    yield "Kept for the backward passes in MiB, on the fullest rank, nothing offloaded"
+    yield "Saved for the backward passes in MiB, on the fullest rank, nothing offloaded"
     rows = [["recompute", "a layer, planned", "rank at most, planned", "a step allocates", "computes more"]]
     for row in report.policies:
         rank = row.fullest

@@ -376,7 +376,7 @@ def pass_time(
             clock.start(step)
         else:
             clock.run(step)
-        if table is not None:  # nothing runs beside anything
+        if table is not None:  # nothing overlaps
             clock.wait()
     clock.wait()
     # The host runs ahead, but a device that is faster waits for it; a calibrated host's time is in its kernels.

@@ -1,4 +1,4 @@
-"""Finds the best shapes of a run on a cluster, and says why the neighbours of each are not better.
+"""Finds the best shapes of a run on a cluster, and explains why no similar shape is better.
 
     choices ----- rules of run files -----> legal ----- state fits -----> ordered by guess, the fastest first
                                                                                 |
@@ -31,7 +31,7 @@ from megazero.plan.step_time import step_time_of
 
 LIMIT = 400  # shapes whose memory is computed
 _BEST = 10
-_EXPLAINED = 3  # of them: the options and neighbours of these are timed
+_EXPLAINED = 3  # of the best: their options and the choices next to them are timed
 _ROUND = 6  # shapes that are computed before the tenth best is compared again
 _MORE = 3  # times the limit while nothing fits
 
@@ -286,7 +286,7 @@ class _Look:
         self._compute([(shape, self.options) for shape in shapes], "every")
 
     def next_choices_of(self, best: Sequence[ShapeChoice], space: Space, *, time_is_up: bool) -> None:
-        """Compute the neighbours of the best choices, to explain why they are not better.  Time those of the first few."""
+        """Compute the choices next to the best ones, to explain why they are not better.  Time those of the first few."""
         first, others = best[:_EXPLAINED], best[_EXPLAINED:]
         for group, mode in ((first, "memory"),) if time_is_up else ((first, "every"), (others, "memory")):
             near = dict.fromkeys(other for choice in group for _, other in _next_choices(choice, space))
@@ -314,7 +314,7 @@ class _Look:
 
 def _compute(config: RunConfig, judge: Judge, shape: ShapeChoice, options: Sequence[MemoryOption], mode: str) -> Known:
     """Compute the memory of a shape with each option; `mode`: time the "least" options that fit, "every" one, or none."""
-    import_extensions(config.launch.extensions)  # in a process that was started anew
+    import_extensions(config.launch.extensions)  # a new process has not imported them
     found, fitting = Known(), dict[MemoryOption, ResolvedRun]()
     first, *others = sorted(options, key=lambda option: option.order)
     for option in (first, *others[-1:], *others[:-1]):
@@ -323,12 +323,12 @@ def _compute(config: RunConfig, judge: Judge, shape: ShapeChoice, options: Seque
         choice = replace(shape, option=option)
         try:
             run = resolve(config_of(config, choice), judge.cluster.ranks)
-        except ConfigError:  # sharding or option that this shape does not know
+        except ConfigError:  # this shape has no such sharding or option
             continue
         found[choice] = Candidate(*judge.memory(run), choice=choice)
         if found[choice].peak <= judge.cluster.device.memory_bytes:
             fitting[option] = run
-        elif mode == "least" and [option] == others[-1:]:  # all of it is not enough
+        elif mode == "least" and [option] == others[-1:]:  # even the option that saves most does not fit
             break
     for option, run in fitting.items() if mode != "memory" else ():
         if mode == "every" or not any(other.needs_no_more_than(option) for other in fitting if other != option):
@@ -367,7 +367,7 @@ def _next_choices(choice: ShapeChoice, space: Space) -> Iterator[tuple[str, Shap
 
 
 def _limits(config: RunConfig, best: ShapeChoice, looked: _Look, space: Space, cluster: Cluster) -> Iterator[str]:
-    """Yield for each neighbour why it is not better; nothing for one that was not computed."""
+    """Yield why each choice next to the best is not better, if it was computed."""
     for words, other in _next_choices(best, space):
         found = looked.known.get(other)
         if found is None:

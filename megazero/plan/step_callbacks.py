@@ -153,7 +153,7 @@ class ActionClock:
         spans, marks = Spans(), [(action, self._seconds_to(moment)) for action, moment in self._marks]
         while marks:
             first, begin = marks[0]
-            count = [action for action, _ in marks[1:]].index(first) + 1  # more than one: of a pair
+            count = [action for action, _ in marks[1:]].index(first) + 1  # above one: a pair of actions
             each = (marks[2 * count - 1][1] - begin) / count  # which of a pair ran when is not known
             spans += [
                 (action, (begin + i * each, begin + (i + 1) * each)) for i, (action, _) in enumerate(marks[:count])

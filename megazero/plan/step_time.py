@@ -164,7 +164,7 @@ def _unit_pass(unit: StageUnit, op: Op, time: UnitTime, cluster: Cluster) -> Pas
 def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
     """Add the collectives of ZeRO that overlap with a pass."""
     wire = zero.ranks[rank].cost(action, schedule.microbatches - 1).wire
-    if not zero.overlaps:  # whoever computes copies
+    if not zero.overlaps:  # the processor that computes also copies
         return added([passed, PassTime(0.0, {"dp": wire})])
     return passed.beside("dp", wire)
 
@@ -220,7 +220,7 @@ def _reduced_at(
         start, end = timeline.spans[rank, action]
         free = reduced_behind(start, end, seconds, count, free)
         total += seconds
-    if not zero.overlaps:  # whoever computes copies
+    if not zero.overlaps:  # the processor that computes also copies
         return computed + total * zero.stretch, 0.0
     left = max(0.0, free - computed)
     return computed + left, max(0.0, total - left)

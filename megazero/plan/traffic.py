@@ -2,7 +2,7 @@
 
     layers       each pass of each unit, times how often the schedule runs it    unit_trace
     ZeRO         gathers, reductions, the end of the step                        state_trace
-    pipeline     messages between the last unit of a chunk and the first of the next one     here
+    pipeline     messages from the last unit of a chunk to the first of the next     here
 
 Ring collectives send (n - 1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
 """

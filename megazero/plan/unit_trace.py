@@ -485,7 +485,7 @@ class _Gradients(GradientReducer):
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
         self._queue, self._sums, self._cuts, self._fake = queue, dict[int, Tensor](), dict(key.cuts), fake
         self.names, self.marks = dict[int, str](), _Marks(fake)
-        self.holds = False  # what the head gives to a weight that the embedding uses too waits in autograd for the rest
+        self.holds = False  # the head's gradient of a tied weight waits in autograd for the embedding's
         self._held: Tensor | None = None
         self._adds, self._adds_wide = key.adds, key.on_cuda and key.accumulate_dtype == torch.float32 != key.dtype
         made: dict[int, nn.Parameter] = {}
@@ -504,7 +504,7 @@ class _Gradients(GradientReducer):
         if self.holds and parameter.dim() > 1:
             self._held = gradient
             return
-        if gradient is None:  # it went past autograd
+        if gradient is None:  # a layer has added it without autograd
             return
         if self._queue.defers and parameter.dim() == 1:
             self._queue.defer(parameter, gradient)
