@@ -130,32 +130,32 @@ class Schedule:
         return max(accumulate(change.get(action.op, 0) for action in self.ranks[rank] if action.chunk == chunk))
 
     @cached_property
-    def _together(self) -> dict[tuple[int, Action], tuple[Action, ...]]:
+    def _pairs(self) -> dict[tuple[int, Action], tuple[Action, ...]]:
         """The actions of each pair, in order, by (rank, action)."""
         pairs: dict[tuple[int, Action], tuple[Action, ...]] = {}
         for rank, actions in enumerate(self.ranks):
             for index, action in enumerate(actions):
                 if (rank, action) in self.beside:
-                    parts = actions[index : index + 3]
-                    is_weight = parts[2:] == (replace(parts[1], op=Op.WEIGHT),)
-                    parts = parts if is_weight else parts[:2]
-                    pairs |= {(rank, part): parts for part in parts}
+                    pair = actions[index : index + 3]
+                    if pair[2:] != (replace(pair[1], op=Op.WEIGHT),):
+                        pair = pair[:2]
+                    pairs |= {(rank, member): pair for member in pair}
         return pairs
 
     def together(self, rank: int, action: Action) -> tuple[Action, ...]:
         """Return the actions that run together, in order: those of the pair that contains `action`, or `action` alone."""
-        return self._together.get((rank, action), (action,))
+        return self._pairs.get((rank, action), (action,))
 
     def needs(self, rank: int, action: Action) -> list[tuple[int, Action]]:
         """Return the (rank, action)s that must end before an action starts.  The first action of a pair waits for the
-        inputs of all.
+        inputs of the whole pair.
         """
-        parts = self.together(rank, action)
-        sources = [self.source(rank, part) for part in parts] if action == parts[0] else []
-        own = {(rank, part) for part in parts[1:]}
-        return [self.last_part(*source) for source in sources if source is not None and source not in own]
+        together = self.together(rank, action)
+        sources = [self.source(rank, each) for each in together] if action == together[0] else []
+        own = {(rank, each) for each in together[1:]}
+        return [self.last_together(*source) for source in sources if source is not None and source not in own]
 
-    def last_part(self, rank: int, action: Action) -> tuple[int, Action]:
+    def last_together(self, rank: int, action: Action) -> tuple[int, Action]:
         """Return the (rank, action) after which the result of `action` exists.  Results of a pair exist when the whole
         pair has ended.
         """
@@ -250,13 +250,13 @@ def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
     row = []
     for number, text in enumerate(map(str.strip, texts), 1):
         at = f"{line}, cell {number}"
-        found = [_CELL.fullmatch(part) for part in text.split("&")]
+        found = [_CELL.fullmatch(word) for word in text.split("&")]
         if not text:
             continue
         if not all(found) or "".join(match[1] for match in found if match) not in _TOGETHER:
             raise ValueError(f"{at}: got {text[:40]!r}; {_EXPECTED}")
-        parts = [match.groups() for match in found if match]
-        row.append([(at, Action(Op(op), int(index), int(chunk or 0))) for op, index, chunk in parts])
+        actions = [match.groups() for match in found if match]
+        row.append([(at, Action(Op(op), int(index), int(chunk or 0))) for op, index, chunk in actions])
     return row
 
 

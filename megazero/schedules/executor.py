@@ -11,6 +11,7 @@ within the action, that wait does not include the message.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Protocol, TypeAlias
 
@@ -110,11 +111,11 @@ class Executor:
         messages = _InFlight()
         for step in self._plan.steps:
             if isinstance(step, Action):
-                parts = self._plan.pairs[step]
-                if len(parts) > 1 and not stage.interleaves(parts):
-                    parts = (step,)
-                if step == parts[0]:
-                    self._compute(parts, stage, messages)
+                pair = self._plan.pairs.get(step)
+                if pair is None or not stage.interleaves(pair):
+                    self._compute((step,), stage, partial(_run_alone, stage, step), messages)
+                elif step == pair[0]:
+                    self._compute(pair, stage, partial(stage.beside, pair), messages)
             elif step.op is Op.SEND:
                 self._send(step, messages)
             elif step.op is Op.OPEN:
@@ -124,20 +125,24 @@ class Executor:
         for pendings, _ in messages.sending.values():
             wait_all(pendings)
 
-    def _compute(self, parts: Sequence[Action], stage: Stage, messages: _InFlight) -> None:
-        """Run an action, or the actions of a pair."""
-        plan, given = self._plan, [messages.take(action) for action in parts]
-        for sent in chain.from_iterable(plan.confirmed.get(action, ()) for action in parts):
+    def _compute(
+        self, actions: Sequence[Action], stage: Stage, run: Callable[..., Sequence[Message | None]], messages: _InFlight
+    ) -> None:
+        """Run an action, or the actions of a pair.  `run` takes the inputs of the forward and the backward among them,
+        and returns their results; a weight gradient has neither.
+        """
+        plan, passes = self._plan, [action for action in actions if action.op is not Op.WEIGHT]
+        inputs = [messages.take(action) for action in passes]
+        for sent in chain.from_iterable(plan.confirmed.get(action, ()) for action in actions):
             wait_all(messages.sending.pop(sent)[0])
-        for action in parts:
+        for action in actions:
             self._watch(action)
-        if following := plan.following.get(parts[1] if len(parts) > 1 else parts[0]):
+        if passes and (following := plan.following.get(passes[-1])):
             stage.expect(following)
-        results = _run(parts, stage, given)
-        for action, result in zip(parts, results, strict=False):
+        for action, result in zip(passes, run(*inputs), strict=True):
             if result is not None and (held_for := plan.held_for.get(action)) is not None:
                 messages.results[held_for] = tuple(tensor.detach() for tensor in result)
-        for action in parts:
+        for action in actions:
             self._watch(action)
 
     def _send(self, step: MessageAction, messages: _InFlight) -> None:
@@ -160,10 +165,7 @@ class Executor:
         messages.arriving[step.lands] = (pendings, message)
 
 
-def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None]) -> Sequence[Message | None]:
-    if len(parts) > 1:
-        return stage.beside(parts, given[0], given[1])
-    (action,), (message,) = parts, given
+def _run_alone(stage: Stage, action: Action, message: Message | None = None) -> Sequence[Message | None]:
     if action.op is Op.WEIGHT:
         stage.backward_weight(action.chunk, action.microbatch)
         return ()

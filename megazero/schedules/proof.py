@@ -86,8 +86,8 @@ class Timeline:
 
     def whole_span(self, rank: int, action: Action) -> tuple[float, float]:
         """Return (start, end) of an action, or of the whole pair that contains it."""
-        parts = self.schedule.together(rank, action)
-        return self.spans[rank, parts[0]][0], self.spans[rank, parts[-1]][1]
+        together = self.schedule.together(rank, action)
+        return self.spans[rank, together[0]][0], self.spans[rank, together[-1]][1]
 
     @property
     def makespan(self) -> float:
@@ -232,7 +232,7 @@ class RankPlan:
 
     Args:
         steps: actions and messages of the rank, in order.
-        pairs: the actions that run together, by each of them.
+        pairs: the actions of each pair, by each of them; an action that is missing runs alone.
         following: the forward or backward after each forward or backward.
         held_for: the action under which a result is stored: the one that uses it on this rank, or the one that computed
             it until it is sent.
@@ -254,7 +254,7 @@ def plan_of_rank(schedule: Schedule, rank: int, device_type: str) -> RankPlan:
     return RankPlan(
         rank,
         steps_of(placed, rank, device_type),
-        {action: schedule.together(rank, action) for action in actions},
+        {action: pair for action in actions if len(pair := schedule.together(rank, action)) > 1},
         dict(pairwise(action for action in actions if action.op is not Op.WEIGHT)),
         {action: use if at == rank else action for action, (at, use) in targets.items()},
         what_messages_confirm(placed, rank),
@@ -381,7 +381,7 @@ def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: floa
                 break
             end = max(ready, other_ready, ranks[index].passed[down], peer.passed[down]) + hop
             receiver, sender = (index, head.peer) if head.op is Op.RECV else (head.peer, index)
-            ranks[receiver].known[schedule.last_part(sender, head.carries)] = end
+            ranks[receiver].known[schedule.last_together(sender, head.carries)] = end
             for rank in (ranks[index], peer):
                 rank.posted[down].popleft()
                 rank.passed[down] = end
@@ -399,7 +399,7 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
                 raise ScheduleError(f"{text} runs {found} where the schedule has {wanted}")
         for step, following in zip_longest(steps, steps[1:]):
             if isinstance(step, Action):
-                if isinstance(following, MessageAction) and schedule.last_part(rank, step) != (rank, step):
+                if isinstance(following, MessageAction) and schedule.last_together(rank, step) != (rank, step):
                     raise ScheduleError(f"{text} posts {following} within the pair of {step}")
             else:
                 sender, receiver = (rank, step.peer) if step.op is Op.SEND else (step.peer, rank)
