@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_data_indexed import idx_bytes, write_by_hand
 
 from megazero.data import Corpus, IndexedDataset, indexed, open_corpus
+from megazero.data.corpus import ValidationStream
 from megazero.data.identity import verified_identity
 from megazero.data.sampler import Stream, Windows
 
@@ -95,9 +96,9 @@ def test_a_stream_tells_the_lengths_of_the_samples_that_it_reads(tmp_path):
     assert corpus.validation is not None
     assert {*check(corpus.train, random_.sample(range(10_000), 300))} == {True, False}  # many epochs
     check(corpus.validation, [*range(len(corpus.validation))])
-    check(corpus.train.in_order(), [*range(corpus.train.num_windows)])
+    check(ValidationStream(corpus.train.sources), [*range(corpus.train.num_windows)])
     content = corpus.contents[sources[0][0]]
-    later = corpus.train.in_order().behind({content: 400})
+    later = ValidationStream(corpus.train.sources).behind({content: 400})
     assert later is not None
     assert len(later) < corpus.train.num_windows
     check(later, [*range(len(later))])

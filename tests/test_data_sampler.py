@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.data.corpus import split
-from megazero.data.sampler import Blend, Permutation, SampleStream, ValidationStream, Windows
+from megazero.data.corpus import ValidationStream, split
+from megazero.data.sampler import Blend, Permutation, SampleStream, Windows
 
 # ---- Permutation
 

@@ -46,7 +46,7 @@ def on_first(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     return from_first(answer, axis)  # type: ignore[return-value]  # the first rank's is one
 
 
-class Worker:
+class CallThread:
     """A thread that runs calls one after another.  A call that never returns does not keep the process alive."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Worker:
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a call in its own thread."""
-    worker = Worker()
-    result = worker.begin(call)
-    worker.end()
+    thread = CallThread()
+    result = thread.begin(call)
+    thread.end()
     return result
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megazero.parallel_state import Axis
 from megazero.parallel_state.axis import Transfers, Wait
+from megazero.settings import listed
 
 T = TypeVar("T")
 
@@ -67,8 +68,9 @@ class LostPeerError(RuntimeError):
         super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
 
     def _text(self, where: str, found: str) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        called = f"{self.operation} over {self.axis}, as rank {self.rank} of ({shown}),{where}"
+        called = (
+            f"{self.operation} over {self.axis}, as rank {self.rank} of ({listed([*map(str, self.ranks)])}),{where}"
+        )
         return f"{called} did not finish: {found} ({self.reason})"
 
     def explain(self, step: int, found: str) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, stored_identity, verified_identity
 from megazero.data.indexed import IndexedDataset
-from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows
+from megazero.data.sampler import Blend, SampleStream, Stream, UnfitDataError, Windows, sample_indices
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.registry import added
 from megazero.settings import Log
@@ -28,6 +29,35 @@ from megazero.settings import Log
 #: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.
 PYTHON_STDLIB: Final = "python-stdlib"
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+class ValidationStream(Stream):
+    """Validation samples for indices in [0, len): each window of each source exactly once, in order.
+
+    The sources are interleaved by their size, so the first samples represent all of them fairly.
+    """
+
+    def __init__(self, sources: Sequence[Windows]) -> None:
+        super().__init__(sources)
+        self._blend = Blend([windows.count for windows in self.sources])
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def behind(self, ends: Mapping[str, int]) -> "ValidationStream | None":
+        """Return the windows after the given end of each source; None if none is left.
+
+        `ends`: in tokens, by the hash of the source's content.
+        """
+        left = [source.behind(ends.get(source.content, 0)) for source in self.sources]
+        left = [source for source in left if source.count]
+        return ValidationStream(left) if left else None
+
+    def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        checked = sample_indices(indices)
+        if checked.size and int(checked.max()) >= len(self):
+            raise IndexError(f"validation sample {checked.max()} of {len(self):,}")
+        return self._blend.locate(checked)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ gets the same tokens.
 from __future__ import annotations  # of the function within `locate`: numpy takes long to spell out a type
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd, isfinite, lcm
@@ -95,7 +95,7 @@ class Stream(ABC):
     """Samples by index over several sources.  Subclasses decide which window an index stands for."""
 
     def __init__(self, sources: Sequence[Windows]) -> None:
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
         self.seq_len = sources[0].seq_len  # one for all
         self.num_windows = sum(windows.count for windows in sources)  # number of different samples
 
@@ -121,7 +121,7 @@ class Stream(ABC):
         """Yield the source of each sample, and the position of its window in that source."""
         source, window = self.locate(indices)
         for number, position in zip(source.tolist(), window.tolist(), strict=True):
-            yield self._sources[number], position
+            yield self.sources[number], position
 
 
 class SampleStream(Stream):
@@ -139,7 +139,7 @@ class SampleStream(Stream):
     def epochs(self, samples: int) -> list[float]:
         """Return how often each source has been read when the first `samples` samples have been read."""
         total = sum(self._blend.weights)
-        pairs = zip(self._blend.weights, self._sources, strict=True)
+        pairs = zip(self._blend.weights, self.sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
     def counts(self, samples: int) -> list[int]:
@@ -148,55 +148,22 @@ class SampleStream(Stream):
 
     def first_documents(self) -> list[list[int]]:
         """Return the document lengths in each of the first samples, which serve as an estimate for the whole run."""
-        count = min(_DESCRIBED_SAMPLES, sum(source.count for source in self._sources))
+        count = min(_DESCRIBED_SAMPLES, sum(source.count for source in self.sources))
         return [lengths for lengths, _ in self.documents(range(count))]
 
     def ends(self) -> dict[str, int]:
         """Return the position, in tokens, at which the windows of each source end, by the hash of the source's content."""
-        return {source.content: source.end for source in self._sources}
-
-    def in_order(self) -> ValidationStream:
-        """Return the same windows as a validation stream, each once."""
-        return ValidationStream(self._sources)
+        return {source.content: source.end for source in self.sources}
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        source, window = self._blend.locate(_sample_indices(indices))
+        source, window = self._blend.locate(sample_indices(indices))
         for number, rows in _rows_by(source):
-            count = self._sources[number].count
+            count = self.sources[number].count
             epoch, position = np.divmod(window[rows], count)
             for shuffle, now in _rows_by(epoch):
                 position[now] = Permutation(count, (self._seed, number, shuffle))(position[now])
             window[rows] = position
         return source, window
-
-
-class ValidationStream(Stream):
-    """Validation samples for indices in [0, len): each window of each source exactly once, in order.
-
-    The sources are interleaved by their size, so the first samples represent all of them fairly.
-    """
-
-    def __init__(self, sources: Sequence[Windows]) -> None:
-        super().__init__(sources)
-        self._blend = Blend([windows.count for windows in self._sources])
-
-    def __len__(self) -> int:
-        return self.num_windows
-
-    def behind(self, ends: Mapping[str, int]) -> ValidationStream | None:
-        """Return the windows after the given end of each source; None if none is left.
-
-        `ends`: in tokens, by the hash of the source's content.
-        """
-        left = [source.behind(ends.get(source.content, 0)) for source in self._sources]
-        left = [source for source in left if source.count]
-        return ValidationStream(left) if left else None
-
-    def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        checked = _sample_indices(indices)
-        if checked.size and int(checked.max()) >= len(self):
-            raise IndexError(f"validation sample {checked.max()} of {len(self):,}")
-        return self._blend.locate(checked)
 
 
 def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
@@ -208,7 +175,8 @@ def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]
         yield value, values == value
 
 
-def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
+def sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
+    """Return sample indices as an array.  Raises: IndexError: one is negative."""
     array = np.asarray(indices, np.int64)
     if array.size and int(array.min()) < 0:
         raise IndexError(f"sample index {array.min()} is negative; samples count from 0")

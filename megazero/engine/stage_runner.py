@@ -8,7 +8,7 @@ backward_weight(chunk, m) computes the weight gradients that a schedule with W d
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,6 +95,20 @@ class _Received(torch.autograd.Function):
         return None, None, None
 
 
+class _Input(NamedTuple):
+    """A floating-point input of a forward."""
+
+    gradients: list[Tensor]  # its gradient, once the backward has computed it
+    like: Tensor  # a meta tensor of its shape
+
+
+class _SavedPass(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    inputs: list[_Input]
+    edges: list[GradientEdge | None]  # each takes the gradient of an output; None if the output requires none
+
+
 class StageRunner:
     """Runs this rank's chunks for the executor in one step; see `Stage` in schedules/executor.py.
 
@@ -115,19 +129,17 @@ class StageRunner:
         self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
         self._trains = loss_gradient is not None
         self._offload = offload if self._trains else None
-        # For each input, its gradient once it exists, and a meta tensor like it.  For each output, the edge that takes its
-        # gradient.
-        self._saved: dict[tuple[int, int], tuple[list[tuple[list[Tensor], Tensor]], list[GradientEdge | None]]] = {}
+        self._saved: dict[tuple[int, int], _SavedPass] = {}  # by chunk and micro-batch
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
-        inputs: list[tuple[list[Tensor], Tensor]] = []
+        inputs: list[_Input] = []
 
         def receive(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            inputs.append(([], torch.empty_like(tensor, device="meta")))
-            received: Tensor = _Received.apply(tensor, inputs[-1][0], torch.empty(0, requires_grad=True))
+            inputs.append(_Input([], torch.empty_like(tensor, device="meta")))
+            received: Tensor = _Received.apply(tensor, inputs[-1].gradients, torch.empty(0, requires_grad=True))
             return received
 
         if self._trains and x is not None:
@@ -138,7 +150,7 @@ class StageRunner:
         if self._trains:
             floating = [tensor for tensor in y if tensor.is_floating_point()]
             edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
-            self._saved[chunk, microbatch] = (inputs, edges)
+            self._saved[chunk, microbatch] = _SavedPass(inputs, edges)
         if not self._chunks[chunk].is_last:
             return y
         self.loss_sum += y[0].detach()

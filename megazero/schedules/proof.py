@@ -40,7 +40,7 @@ from megazero.schedules.action import Action, MessageAction, Op, Schedule
 Steps: TypeAlias = tuple[Action | MessageAction, ...]
 Program: TypeAlias = tuple[Steps, ...]
 RankAction: TypeAlias = tuple[int, Action]
-Stream: TypeAlias = deque[tuple[MessageAction, float]]
+Posted: TypeAlias = deque[tuple[MessageAction, float]]
 
 _BEFORE = {Op.BACKWARD: Op.FORWARD, Op.WEIGHT: Op.BACKWARD}
 
@@ -307,7 +307,7 @@ class _Rank:
     known: dict[RankAction, float] = field(default_factory=dict)  # times of results, computed or received
     # By direction (up, down): posted messages, each with the earliest time at which it may pass; and when the last one
     # passed.
-    posted: tuple[Stream, Stream] = field(default_factory=lambda: (deque(), deque()))
+    posted: tuple[Posted, Posted] = field(default_factory=lambda: (deque(), deque()))
     passed: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 

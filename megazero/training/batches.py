@@ -15,8 +15,9 @@ from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
+from megazero.data.corpus import ValidationStream
 from megazero.data.identity import parts_of
-from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationStream
+from megazero.data.sampler import DataError, Stream, UnfitDataError
 from megazero.engine.micro_batches import BatchSlice, placed, read_on_host
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
@@ -62,7 +63,7 @@ def open_corpus_of(config: RunConfig, log: Log = lambda _: None) -> Corpus:
     for source in config.data.validation_sources:
         alone = open_validation_source(config, source.path, trained_on, log)
         contents |= alone.contents
-        named[source.label] = alone.validation or alone.train.in_order()
+        named[source.label] = alone.validation or ValidationStream(alone.train.sources)
     return replace(corpus, contents=contents, named_validation=named)
 
 

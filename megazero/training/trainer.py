@@ -133,7 +133,8 @@ class Trainer:
         if base.StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             # On a CPU the thread would take the step's cores.
             reads_ahead = self.state.device.type == "cuda" and not is_last
-            self._reading = self._samples_from(first), self._samples_from(end) if reads_ahead else None
+            ahead = self._range(end, self.resolved.samples_after(end)) if reads_ahead else None
+            self._reading = self._range(first, end), ahead
             self.watchdog.at(position.step, TRAINING)
             self._compute(record)
             self.watchdog.at(position.step, BETWEEN)
@@ -173,9 +174,9 @@ class Trainer:
         self._stream_start = phase.first_sample
         self._learning_rate = learning_rates(config.lr_schedule, config.optimizer.lr, config.training.steps, phase)
 
-    def _samples_from(self, first: int) -> tuple[int, int, int]:
-        """The arguments of `_read` for the step that begins with sample `first`."""
-        return first, self.resolved.samples_after(first) - first, self._stream_start
+    def _range(self, first: int, end: int) -> tuple[int, int, int]:
+        """Return the arguments of `_read` for the samples [first, end)."""
+        return first, end - first, self._stream_start
 
     def _read(self, first: int, count: int, stream_starts_at: int) -> list[MicroBatch]:
         """Read a step's micro-batches into the host's memory; see `read_on_host`."""

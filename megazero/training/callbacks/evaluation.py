@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megazero.config import ResolvedRun
 from megazero.config.schema import RunConfig
-from megazero.data.sampler import ValidationStream
+from megazero.data.corpus import ValidationStream
 from megazero.engine import Engine, StepStatistics
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord

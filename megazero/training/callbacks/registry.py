@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.comm.agreement import Worker, agree
+from megazero.comm.agreement import CallThread, agree
 from megazero.comm.messages import LostPeerError
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
@@ -133,7 +133,7 @@ class SafeLogger(RegisteredCallback):
     _registry = LOGGERS
 
     def __init__(self, name: str, context: RunContext) -> None:
-        self._log, self._worker = context.log, Worker()
+        self._log, self._thread = context.log, CallThread()
         self._last_seconds = min(_LAST_SECONDS, context.run.config.parallel.timeout_seconds / 4)
         super().__init__(name, context)
 
@@ -145,7 +145,7 @@ class SafeLogger(RegisteredCallback):
                 self._log(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
                 self._own = Callback()
 
-        self._last = self._worker.begin(safely)
+        self._last = self._thread.begin(safely)
 
     def _hook(self, call: Callable[[], T]) -> None:
         self._call(call)  # on rank 0 alone: it decides nothing, and reads no weight
@@ -156,7 +156,7 @@ class SafeLogger(RegisteredCallback):
     def close(self) -> None:
         """Wait for a while until everything is written or sent."""
         super().close()
-        self._worker.end()
+        self._thread.end()
         if not wait([self._last], self._last_seconds).done:
             found = f"was not done within {self._last_seconds:g} s"
             self._log(f"logger {self._name!r} {found}: its last steps may be missing")

@@ -25,7 +25,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.registry import added
-from megazero.settings import Log
+from megazero.settings import Log, listed
 from megazero.training.callbacks.base import Callback, StepRecord
 
 T = TypeVar("T")
@@ -168,11 +168,13 @@ class Stragglers(Callback):
         works = sorted(self._found, key=lambda work: work.rank)
         record.metrics["own_seconds"] = spread_of(works)
         slow = slow_ranks(works, self._ratio)
-        for work, median in slow[:_MOST_RANKS_NAMED]:
-            hint = f"{work.seconds:.2f} s of its own work per step, the median is {median:.2f} s"
-            self._log(f"rank {work.rank} on {work.host} is slow: {hint}")
-        if len(slow) > _MOST_RANKS_NAMED:
-            self._log(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
+        lines = [
+            f"rank {work.rank} on {work.host} is slow: {work.seconds:.2f} s of its own work per step, the median is "
+            f"{median:.2f} s"
+            for work, median in slow
+        ]
+        if lines:
+            self._log(listed(lines, _MOST_RANKS_NAMED, "\n"))
 
     def _read(self) -> bool:
         """Read the times that missing ranks have written.  Returns whether all ranks have written theirs."""
