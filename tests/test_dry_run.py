@@ -122,7 +122,7 @@ def test_a_message_that_is_never_sent_is_told_with_who_waits_for_it() -> None:
 
         def without_sends(*args: Any, **more: Any) -> Any:
             executor = executor_of(*args, **more)
-            steps = (s for s in executor._plan.steps if not (isinstance(s, MessageAction) and s.kind is Op.SEND))
+            steps = (s for s in executor._plan.steps if not (isinstance(s, MessageAction) and s.op is Op.SEND))
             executor._plan = replace(executor._plan, steps=tuple(steps))
             return executor
 
