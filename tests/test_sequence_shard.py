@@ -215,7 +215,7 @@ def test_ranks_that_share_samples_must_have_the_same_documents(parallel: dict[st
 
 
 def _is_refused(rank: int, run: ResolvedRun) -> None:
-    with pytest.raises(ValueError, match=r"Block says `supports_shards = True`"):
+    with pytest.raises(ValueError, match=r"Block sets `supports_shards = True`"):
         engine_on(rank, run)
 
 

@@ -1,4 +1,4 @@
-"""Torch's kernels for attention, called by name where scaled_dot_product_attention does not do.
+"""Torch's kernels for attention, called by name where scaled_dot_product_attention is not enough.
 
     without a `tape`   torch's scaled_dot_product_attention chooses the kernel and provides the backward (attention.py)
     with a `tape`      the kernel that torch would choose is called by name.  It returns `out` and, for each query,

@@ -1,9 +1,9 @@
 """Causal attention with a soft cap on its scores s = q k^T / sqrt(size): softmax(cap tanh(s / cap)) v.
 
-    on CUDA      FlexAttention, compiled: stores no scores, and leaves out blocks of keys that no query sees
+    on CUDA      FlexAttention, compiled: stores no scores, and skips blocks of keys that no query sees
     elsewhere    the plain formula, which stores the scores of all pairs
 
-Neither returns a log-sum-exp that a ring could merge or a recomputation could keep.
+Neither returns a log-sum-exp that a ring could merge or a recomputation could save.
 
 Source: Gemma Team 2024, "Gemma 2", section 2; Dong et al. 2024 (FlexAttention).
 """

@@ -294,7 +294,7 @@ class ContextAttention:
         axes: the Ulysses axis and the ring axis.
         window: how many positions a query sees, including its own; None for all of its document up to itself.
         gradient_dtype: dtype in which the gradients of 16-bit keys and values are sent.
-        on_cuda: whether the run computes on CUDA; the tensors of a plan do not tell.
+        on_cuda: whether the run computes on CUDA.  The tensors of a plan are on the CPU even then.
     """
 
     supports_shards = True
@@ -346,7 +346,7 @@ class ContextAttention:
         if not fits or heads % kv_heads:
             got = "; ".join(f"{name} {list(x.shape)} of {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
             rule = (
-                "keys and values must have the queries' type, batch, seq and size, and as many heads as divide theirs"
+                "keys and values must have the queries' dtype, batch, seq and size, and heads that divide their heads"
             )
             raise ValueError(f"{rule}: got {got}; [batch, heads, seq, size] is expected")
         # The kernels assume that the last dimension is contiguous, whatever its stride says.

@@ -59,7 +59,7 @@ def _quantiles() -> Tensor:
     knots = 1 << _KNOTS_LOG2
     quantile = NormalDist().inv_cdf
     below = [quantile(2.0**e * (1 + k / knots)) for e in range(_LOWEST_EXPONENT, -1) for k in range(knots)]
-    # It is kept: no mode of whoever asks first may make it one of its own tensors.
+    # The table is cached, so a dispatch mode that is active in the first call must not see it.
     with torch._C._DisableTorchDispatch():
         return torch.tensor([*below, 0.0], dtype=torch.float64)
 
@@ -125,7 +125,7 @@ class Dropout(nn.Module):
         p: in [0, 1).
         key: from `dropout_key`.
         seq_len: tokens of a whole sample.
-        seq_shard: index of the part of the layout's rows that this rank holds (0 without sequence parallelism).
+        seq_shard: index of this rank's shard of the layout's rows (0 without sequence parallelism).
     """
 
     def __init__(self, p: float, key: Tensor, seq_len: int, seq_shard: int = 0) -> None:

@@ -406,7 +406,9 @@ class Balance:
         return self.aux * experts / k * (fraction * score).sum()
 
 
-_LEAST_SUM = 1e-20  # of a token's scores before a division; lost in rounding beside any other
+_LEAST_SUM = (
+    1e-20  # added to the sum of a token's scores, which may be 0, before a division by it; changes no other sum
+)
 
 
 @dataclass(frozen=True)
@@ -436,7 +438,7 @@ class Choice:
         """Choose the experts of each token.  fp32 [tokens, experts] -> int64 [tokens, k].
 
         Args:
-            of_group: groups are ranked by the sum of so many of their best experts.
+            of_group: how many of a group's best preferences are summed to rank the groups.
         """
         if self.groups > 1:
             grouped = preferences.unflatten(1, (self.groups, -1))

@@ -245,7 +245,7 @@ def use_fp8(block: nn.Module, scaling: Scaling, kernels: Kernels) -> None:
         experts.product = Fp8ExpertProduct(scaling, kernels.multiply_groups)
     layers = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
     if not layers:
-        rule = f"must be none: no linear layer of a {type(block).__name__} is one of this package's"
+        rule = f"must be none: a {type(block).__name__} has no linear layer of this package"
         raise ConfigError([Problem("precision.fp8", scaling, rule, "build them with `BuildContext.column` and `row`")])
     for number, layer in enumerate(layers):
         spec = layer.specs["weight"]

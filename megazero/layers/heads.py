@@ -5,7 +5,7 @@ x        [ h0 | h1 | h2 | h3 ]    [ k0 | k1 ]      heads are split over TP
 head     one mean square for each of h0 ... k1     two weights, [head_size] each, replicated over TP
 width    one for h0 ... h3        one for k0, k1   a weight per element, split over TP like the heads
 
-If tp exceeds the number of kv heads, tp / kv_heads ranks share a head, and each rank computes a part of it:
+If tp exceeds the number of kv heads, tp / kv_heads ranks share a head, and each rank computes a slice of it:
 
     4 query heads, 2 kv heads, tp = 4         rank 0     rank 1     rank 2     rank 3
     weights, and what they compute            q0 | k0.   q1 | k0"   q2 | k1.   q3 | k1"     and v likewise
@@ -120,7 +120,7 @@ class WidthNorm(nn.Module):
 
 
 class SharedKVHead(nn.Module):
-    """Gather the key and value head that several TP ranks share.  [seq, batch, q | part of k], part of v -> q | k, v.
+    """Gather the key and value head that several TP ranks share.  [seq, batch, q | slice of k], slice of v -> q | k, v.
 
     The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than
     tp).
@@ -137,5 +137,5 @@ class SharedKVHead(nn.Module):
         every = gather_sequence(torch.cat([k, v], dim=-1), self.tp).unflatten(0, (self.tp.size, -1))
         first = self.tp.index // self.heads.sharing * self.heads.sharing
         sharing = every[first : first + self.heads.sharing]
-        k, v = rearrange(sharing, "parts s b (kv d) -> s b (kv parts d)", kv=2).chunk(2, dim=-1)
+        k, v = rearrange(sharing, "ranks s b (kv d) -> s b (kv ranks d)", kv=2).chunk(2, dim=-1)
         return torch.cat([q, k], dim=-1), v

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries, keys and values that are made of small latents (DeepSeek-AI 2024).
+"""Multi-head latent attention: queries, keys and values computed from small latents (DeepSeek-AI 2024).
 
     x --down--> q latent | kv latent | key of positions      every tp rank, under sequence parallelism of its own tokens
                    |           |             |

@@ -121,8 +121,12 @@ def gathered(x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
     return product.forward(full, weight)
 
 
-#: Exchange over tp at a layer's input: none; none, with the gradient of x summed over tp; x arrives as [seq / tp,
-#: batch, in] and is gathered, its gradient scattered; none, but y is summed over tp and leaves as [seq / tp, batch, out].
+#: What a layer exchanges over tp, besides what its caller does:
+#:
+#: local        nothing
+#: replicated   x is whole on every rank; the backward sums the gradient of x
+#: sequence     x arrives as [seq / tp, batch, in] and is gathered; the backward scatters the gradient of x
+#: scattered    y is summed and leaves as [seq / tp, batch, out]; the backward gathers the gradient of y
 Entry: TypeAlias = Literal["local", "replicated", "sequence", "scattered"]
 
 
@@ -133,7 +137,7 @@ class GradientAccumulator(Protocol):
         """Add the gradient of a micro-batch."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient, a sum of a.T @ b; one part of the weight at a time if `factors` is a list."""
+        """Add one micro-batch's gradient, a sum of a.T @ b; one bucket of the weight at a time if `factors` is a list."""
 
     def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> None:
         """Add one micro-batch's gradient of the stacked expert matrices: a.T @ b over the rows of each expert."""

@@ -1,8 +1,8 @@
 """Recomputation: drop the tensors that a function would save for its backward, and run the function again to get them
 back.
 
-    forward     y = f(x)         saves x (and what `tape` records), drops what the operations of f save, and y on
-    request backward    y' = f(x)        once, when the first dropped tensor is needed; then the backward of f goes on
+    forward     y  = f(x)     saves x (and what `tape` records); drops what the operations of f save, and y if asked to
+    backward    y' = f(x)     once, when the first dropped tensor is needed; then the backward of f continues
 
     x --[norm]--> n --[linear]-->      norm is recomputed: the linear layer saves n, which norm can compute again from x
 
@@ -109,7 +109,7 @@ class Recomputation(SavedTensorHooks):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         saved = {key: _Argument(self.beneath.pack(tensor), tensor.requires_grad) for key, tensor in tensors.items()}
         self._args = [saved.get(id(leaf), leaf) for leaf in leaves]
-        # a backward within the function may need them already
+        # a backward within the function may need these states before the function ends
         self._drawn = [(rng, rng.get_state()) for rng in self._generators]
         self.enter()
         try:
@@ -140,7 +140,9 @@ class Recomputation(SavedTensorHooks):
 
     def unpack(self, saved: Any) -> Tensor:
         if any(map(_accumulates, self._leaves)):
-            found = "would add up gradients twice, since the function calls backward; torch.autograd.grad adds up none"
+            found = (
+                "would accumulate gradients twice, because the function calls backward; use torch.autograd.grad in it"
+            )
             raise RuntimeError(_failure(self._function, found))
         return saved.tensor() if isinstance(saved, _Dropped) else self.beneath.unpack(saved)
 
@@ -389,7 +391,7 @@ def _describe_difference(function: object, first: Sequence[_Saved], second: Sequ
 def _failure(function: object, found: str) -> str:
     name = getattr(function, "__qualname__", repr(function))
     return (
-        f"recomputing {name} {found}; a recomputed function must do the same again: no global state, the same autocast, no "
-        "random numbers but those of torch's default generators, and in the backward the weights of the forward, unchanged "
-        "(call functional_call within the function, not around it)"
+        f"recomputing {name} {found}; a recomputed function must do the same in both runs: no global state, the same "
+        "autocast, random numbers of torch's default generators only, the forward's weights unchanged (call functional_call "
+        "within the function, not around it)"
     )

@@ -54,8 +54,8 @@ class AttentionPlan:
         """
         key = source, window, masked
         if key not in self._tables:
-            runs = zip(self._own, self._samples, strict=True)
-            self._tables[key] = [tile_table(own, of_ranks[source], window, masked=masked) for own, of_ranks in runs]
+            ranges = zip(self._own, self._samples, strict=True)
+            self._tables[key] = [tile_table(own, of_ranks[source], window, masked=masked) for own, of_ranks in ranges]
         return self._tables[key]
 
 
@@ -87,8 +87,8 @@ class SequenceShard:
         """
         if not self.fits(whole.shape[1]):
             raise ValueError(
-                f"the documents of {self.rows.shape[1]} samples were given for {whole.shape[1]} samples; give "
-                "`sequence_shard` the lengths of each"
+                f"the documents of {self.rows.shape[1]} samples were given for {whole.shape[1]} samples; pass "
+                "`sequence_shard` the document lengths of every sample"
             )
         return whole.take_along_dim(self.rows, 0)
 
@@ -152,10 +152,10 @@ def shard_at(
     device: torch.device,
 ) -> SequenceShard:
     samples = [ring_ranges(documents, ring) for documents in lengths]
-    runs = [of_ranks[ring_index] for of_ranks in samples]
+    held = [of_ranks[ring_index] for of_ranks in samples]
     begins = [np.cumsum(documents) - documents for documents in map(np.asarray, lengths)]
-    positions = np.stack([ranges.positions for ranges in runs], axis=1)
-    rows = positions + np.stack([begin[ranges.documents] for begin, ranges in zip(begins, runs, strict=True)], axis=1)
+    positions = np.stack([ranges.positions for ranges in held], axis=1)
+    rows = positions + np.stack([begin[ranges.documents] for begin, ranges in zip(begins, held, strict=True)], axis=1)
     size = len(rows) // ulysses
     own = slice(ulysses_index * size, (ulysses_index + 1) * size)
     of_rows, of_positions = (copied_to(device, np.ascontiguousarray(whole[own])) for whole in (rows, positions))
@@ -165,7 +165,7 @@ def shard_at(
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
     """Copy an array to a device.  On CUDA the host does not wait for the copy.
 
-    The result is never an inference tensor, even if an evaluation asks first, since training uses it, too.
+    The result is never an inference tensor, even if an evaluation makes the first call, because training uses it, too.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)

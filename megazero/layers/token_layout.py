@@ -205,16 +205,16 @@ def _own_tiles(q: TokenRanges, k: TokenRanges, window: int | None) -> tuple[NDAr
         or any((mine != other).any() for mine, other in zip(_columns(q), _columns(k), strict=True))
     ):
         return np.zeros(len(q), np.bool_), np.empty((0, 5), np.int64)
-    _, begin, run = np.unique(q.document, return_index=True, return_inverse=True)
+    _, begin, document = np.unique(q.document, return_index=True, return_inverse=True)
     end = np.append(begin[1:], len(q)) - 1
     start, stop = q.start[begin], q.start[end] + q.length[end]
     held = np.full(len(begin), True) if window is None else q.first[end] + q.length[end] - q.first[begin] <= window
     offset = np.where(stop - start > 1, 0, -1)
-    return held[run], np.stack([start, stop, start, stop, offset], 1)[held]
+    return held[document], np.stack([start, stop, start, stop, offset], 1)[held]
 
 
-def _columns(runs: TokenRanges) -> tuple[Ints, ...]:
-    return runs.document, runs.first, runs.start, runs.length
+def _columns(ranges: TokenRanges) -> tuple[Ints, ...]:
+    return ranges.document, ranges.first, ranges.start, ranges.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,20 +298,20 @@ def _joined(table: Ints, along: tuple[int, int]) -> Ints:
     return joined
 
 
-def work(runs: TokenRanges, window: int | None = None) -> int:
+def work(ranges: TokenRanges, window: int | None = None) -> int:
     """Count the (query, key) pairs of a ring rank over the whole ring: the token at position p sees p + 1 keys, at most
     `window`.
     """
-    first, stop = runs.first + 1, runs.first + 1 + runs.length
+    first, stop = ranges.first + 1, ranges.first + 1 + ranges.length
     if window is None:
-        return int(((first + stop - 1) * runs.length).sum()) // 2
+        return int(((first + stop - 1) * ranges.length).sum()) // 2
     low, high = np.minimum(first, window), np.minimum(stop, window)
     return int(((high * (high - 1) - low * (low - 1)) // 2 + window * (stop - high - first + low)).sum())
 
 
 def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> float:
     """Compute the load imbalance of a ring: the pairs of the busiest rank divided by the mean over ranks."""
-    pairs_of_ranks = [work(runs, window) for runs in ring_ranges(lengths, ranks)]
+    pairs_of_ranks = [work(ranges, window) for ranges in ring_ranges(lengths, ranks)]
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
 
 

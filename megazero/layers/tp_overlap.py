@@ -1,11 +1,12 @@
-"""Hides the forward's gathers and scatters over tp behind products, where sequence parallelism has them.
+"""Overlaps the gathers and scatters of sequence parallelism over tp with products, in the forward.
 
     pieces      gather 0 | gather 1 | gather 2 | ...                     of each rank's sequence shard
                          | W x 0    | W x 1    | ...                     and before a scatter the other way around
 
-Pieces win where tp crosses a network, which is slow beside the products.  A token's product and the order of its sum over tp
-do not depend on the piece, but for what a library's kernel for fewer rows may round otherwise.  Over NVLink,
-torch's products over symmetric memory cut an exchange by ranks, and copy engines move the parts instead of kernels.
+Pieces are faster where tp crosses a network, on which an exchange takes longer than a product.  They change neither a
+token's product nor the order of its sum over tp, except that a library's kernel for fewer rows may round differently.
+Over NVLink, torch's fused products over symmetric memory split an exchange by ranks, and copy engines move the shards
+instead of kernels.
 """
 
 from typing import Protocol

@@ -23,7 +23,7 @@ from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
 Region = Literal["norms", "activation", "residual", "attention", "mlp", "block"]
 
 REGIONS: tuple[Region, ...] = get_args(Region)
-#: Regions that start from tensors which `partition` leaves whole: they are cut over tp already, or kept by others too.
+#: Regions whose inputs `partition` does not shard: tp splits them already, or other operations save them, too.
 UNCUT: frozenset[Region] = frozenset({"activation", "residual"})
 _TAKES = '"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'
 PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
@@ -114,8 +114,8 @@ _STAYS = ActsWhere(
     "a pipeline rank that offloads has the arena on the host alone",
     is_noted=True,
 )
-_WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", is_noted=True)
-_OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
+_WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism splits it already", is_noted=True)
+_OVER_TP = ActsWhere("parallel.tp", (), "one rank saves everything", above=1)
 
 
 class StageActivations(Section):
@@ -140,17 +140,17 @@ class ActivationsConfig(Section):
 
     #: What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions.
     recompute: Recompute = "none"
-    #: Keep attention's output and log-sum-exp where attention or block is recomputed: its kernel does not run again.
+    #: Save attention's output and log-sum-exp where attention or block is recomputed, so that its kernel runs once.
     keep_attention: Annotated[bool, _ATTENDS] = False
-    #: Which layers are recomputed: "all", the first so many of each pipeline rank, or a list of layers from 0.
+    #: Which layers are recomputed: "all", how many of the first on each pipeline rank, or a list of layers from 0.
     layers: Annotated[Layers, _RECOMPUTES] = "all"
-    #: Each tensor-parallel rank keeps its part of what recomputed regions start from; the backward gathers it.
+    #: Each tensor-parallel rank saves only its shard of the inputs of recomputed regions; the backward gathers them.
     partition: Annotated[bool, _OVER_TP, _WHOLE, _CUTS] = False
-    #: Where what is kept waits for the backward: on the device, or in page-locked memory of the host.
+    #: Where saved tensors are stored until the backward: on the device, or in page-locked memory of the host.
     offload: Literal["none", "host"] = "none"
     #: Which layers are offloaded, as for `layers`.
     offload_layers: Annotated[Layers, _OFFLOADS] = "all"
-    #: What stays on the device lies in one arena, which is allocated once, with the buffers of gradients on their way.
+    #: Saved tensors that stay on the device share one arena, allocated once, with the buffers of gradients in transit.
     contiguous: Annotated[bool, _STAYS] = False
     #: Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }.
     stages: Annotated[tuple[StageActivations, ...], Field(strict=False)] = ()

@@ -239,10 +239,10 @@ def check_supports_shards(blocks: Iterable[nn.Module], family: str) -> None:
         own = getattr(block, "attention", None)
         if not any(map(_supports_shards, block.modules() if own is None else (getattr(own, "_orig_mod", own),))):
             which = "no module" if own is None else f"the attention, {type(own).__name__},"
-            rule = f"{which} of its {type(block).__name__} says `supports_shards = True`: cp and data.document_mask need it"
+            rule = f"{which} of its {type(block).__name__} sets `supports_shards = True`: cp and data.document_mask need it"
             hint = (
-                "attend with `BuildContext.attention`, or say this in the class that defines `forward` and asks its "
-                "`TokenLayout` for positions and `BuildContext.context` to attend"
+                "attend with `BuildContext.attention`, or set it in the class whose `forward` takes positions from "
+                "its `TokenLayout` and attends with `BuildContext.context`"
             )
             raise ConfigError([Problem("model.family", family, rule, hint)])
 

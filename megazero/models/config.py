@@ -53,17 +53,17 @@ class RopeScaling(Section):
 
     #: The formula.
     type: Literal["linear", "yarn", "llama3"]
-    #: Times as many positions as before.
+    #: The factor by which the number of positions grows.
     factor: Annotated[float, Field(ge=1)]
     #: Positions that the model was first trained on (yarn, llama3).
     original_seq_len: Count | None = None
     #: Wavelengths above original_seq_len / low_freq_factor are stretched in full (llama3).
     low_freq_factor: Positive = 1.0
-    #: Wavelengths below original_seq_len / high_freq_factor stay (llama3).
+    #: Wavelengths below original_seq_len / high_freq_factor are unchanged (llama3).
     high_freq_factor: Positive = 4.0
-    #: Pairs that turn so often or more within original_seq_len stay (yarn).
+    #: Pairs that turn at least this many times within original_seq_len are unchanged (yarn).
     beta_fast: Positive = 32.0
-    #: Pairs that turn so often or less are stretched in full (yarn).
+    #: Pairs that turn at most this many times within it are stretched in full (yarn).
     beta_slow: Positive = 1.0
     #: Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1, or of both keys below the quotient (yarn).
     attention_factor: Positive | None = None
@@ -112,7 +112,7 @@ class RopeScaling(Section):
         return frequencies * (ramp + (1 - ramp) / self.factor)
 
     def _ramp_by_length(self, frequencies: Tensor) -> Tensor:
-        """Llama 3.1: the share of each frequency that stays falls linearly with the turns in the original positions."""
+        """Llama 3.1: the unscaled share of each frequency falls linearly with the turns in the original positions."""
         turns = (self.original_seq_len or 0) * frequencies / (2 * pi)
         return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
 
@@ -158,7 +158,7 @@ Preset = Annotated[
 class ModelConfig(Section):
     """The network: its family and its sizes."""
 
-    #: A published model, of which the keys below are where they are unset; seq_len is its whole context (docs/models.md).
+    #: A published model, which sets the keys below that are unset; seq_len is its whole context (docs/models.md).
     preset: Preset | None = None
     #: The layers and their names; see docs/models.md.
     family: Annotated[str, NameIn(FAMILIES)] = "llama"
@@ -218,9 +218,9 @@ class ModelConfig(Section):
     mlp_bias: Annotated[bool, _of_families("mlp_bias")] = False
     #: Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false.
     tie_embeddings: bool | None = None
-    #: Logits become cap * tanh(logits / cap); unset: they stay. Families without it in transformers cannot be exported.
+    #: Logits become cap * tanh(logits / cap). Unset: no cap. Families without it in transformers cannot be exported.
     final_logit_softcapping: Positive | None = None
-    #: Scores of attention become cap * tanh(score / cap); not with parallel.cp. Unset: they stay.
+    #: Scores of attention become cap * tanh(score / cap); not with parallel.cp. Unset: no cap.
     attn_logit_softcapping: Annotated[Positive | None, _of_families("attn_logit_softcapping")] = None
     #: Products of queries and keys are divided by its root. Unset: the size of a head.
     query_pre_attn_scalar: Annotated[Count | None, _of_families("query_pre_attn_scalar")] = None

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megazero.models.gpt import Block, Embedding, Head
 
 
-# Keys of any `config.json` that change nothing in what a model computes while it trains.
-_SAY_NOTHING = """
+# Keys of any `config.json` that do not change what a model computes in training.
+_IGNORED_KEYS = """
     _name_or_path _commit_hash architectures model_type transformers_version dtype torch_dtype use_cache output_attentions
     output_hidden_states return_dict is_decoder is_encoder_decoder chunk_size_feed_forward problem_type id2label label2id
     num_labels task_specific_params cache_implementation
@@ -177,7 +177,7 @@ class HuggingFaceFormat:
         most = config.get(positions)
         if seq_len is not None and isinstance(most, int) and seq_len > most:
             lines.append(f"seq_len = {seq_len} exceeds {positions} = {most}, all that the model has learned")
-        known = {*self.sizes, *self.defaults, *self.constants, *self.assumed, *self.reads, *_SAY_NOTHING.split()}
+        known = {*self.sizes, *self.defaults, *self.constants, *self.assumed, *self.reads, *_IGNORED_KEYS.split()}
         if unknown := [_shown(key, value) for key, value in config.items() if key not in known and value is not None]:
             lines.append(f"not read from its configuration: {listed(unknown, _MOST_SHOWN)}")
         return tuple("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
@@ -196,14 +196,14 @@ class ModelRule:
 class ModelFamily(ABC):
     """Base class of a family of GPTs.
 
-    A script adds one with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+    A script adds one with `FAMILIES.register("mine", Mine())`, and its run file sets `model.family = "mine"`.
     """
 
-    #: Whether the output layer is the embedding table where `model.tie_embeddings` is unset.
+    #: Whether embeddings are tied if `model.tie_embeddings` is unset.
     ties_embeddings = False
-    #: Whether it learns a vector for each position of a sample, so that samples keep the length that it was made with.
+    #: Whether it learns a vector for each position of a sample, so that the length of samples cannot change.
     learns_positions = False
-    #: The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused.
+    #: The keys of [model] that not every family reads and this one does, such as "rope_theta"; all others are refused.
     reads: tuple[str, ...] = ()
     #: Its form in transformers; None where transformers does not have it.
     hugging_face: HuggingFaceFormat | None = None
@@ -289,13 +289,11 @@ class ModelFamily(ABC):
         def fits(count: int) -> bool:
             return count % tp == 0 or (tp % count == 0 and count * head_size % tp == 0)
 
-        tp_fits = heads % tp == 0  # if not, `check_heads` says so, and kv heads need only divide heads
+        tp_fits = heads % tp == 0  # if not, `check_heads` reports it, and kv heads need only divide heads
         if heads % kv_heads or (tp_fits and not fits(kv_heads)):
             rule = f"must divide num_heads={heads}"
             if tp_fits and tp > 1:
-                rule += (
-                    f" and be a multiple of parallel.tp={tp}, or divide it and cut heads of {head_size} elements evenly"
-                )
+                rule += f" and be a multiple of parallel.tp={tp}, or divide it and split a head of {head_size} evenly"
             valid = [d for d in divisors(heads) if not tp_fits or fits(d)]
             yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
 

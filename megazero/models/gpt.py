@@ -81,7 +81,7 @@ class Block(nn.Module):
         return self.mlp(normed)
 
     def join_attention(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """Return the residual sum after attention, and its norm.  Both are compiled and recomputed as one piece."""
+        """Return the residual sum after attention, and its norm.  They are compiled and recomputed together."""
         x = self.attention_residual(x, branch, layout)
         return x, self.mlp_norm(x)
 
@@ -191,7 +191,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 class GPTStage(nn.Module):
-    """The part of a GPT on one pipeline stage."""
+    """The layers of a GPT on one pipeline stage."""
 
     def __init__(self, context: BuildContext, layout: StageLayout) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from typing import Any
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, ROTARY_READS, LlamaFamily
 
-_WINDOW = 4096  # what transformers takes where the key is missing; null is none
+_WINDOW = 4096  # transformers' default for a missing key; null means no window
 
 
 def _extra(model: ModelConfig) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def _extra(model: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_types(config: Mapping[str, Any]) -> set[str]:
-    """What its layers attend to.  With this key transformers' Auto classes make a Ministral, whose layers may differ."""
+    """Return the types of its layers.  With this key transformers' Auto classes make a Ministral: layers may differ."""
     return {str(layer_type) for layer_type in config.get("layer_types") or ()}
 
 
@@ -26,7 +26,7 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
 def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
     layer_types = _layer_types(config)
     if layer_types == {"full_attention", "sliding_attention"}:
-        yield "layer_types has 'full_attention' and 'sliding_attention', which is not supported; all must be of one kind"
+        yield "layer_types has 'full_attention' and 'sliding_attention', which is not supported; all must be equal"
     if "sliding_attention" in layer_types and config.get("sliding_window", _WINDOW) is None:
         yield "layer_types has 'sliding_attention', which needs a sliding_window, and that is null"
     yield from LLAMA_FORMAT.problems({**config, "layer_types": layer_types - {"sliding_attention"}}, seq_len)

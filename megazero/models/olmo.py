@@ -26,7 +26,7 @@ def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> 
     if _rope_of_windows(config).get("rope_type", "default") != "default":
         yield f"rope_parameters: {_LOCAL} is scaled, which is not supported"
     if (rope := config.get("rope_parameters")) and not {_FULL, _LOCAL} & {*rope}:
-        yield f"rope_parameters must have one table of {_FULL} and one of {_LOCAL}: transformers reads no other ones"
+        yield f"rope_parameters must have one table of {_FULL} and one of {_LOCAL}: transformers reads only these"
     yield from window_problems(config, seq_len)
 
 

@@ -8,7 +8,8 @@ Each wrapper is set as an attribute of the instance, which hides the method of i
 runs as it is written.
 
 [Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled.  The sum
-after attention and the norm behind it are compiled as one piece, which reads the sum once and adds up its gradients.
+after attention and the norm that follows are compiled as one function, which reads the sum once and adds up its
+gradients.
 The first block compiles them; the modules of other blocks have the same sizes, so their guards select the same code.  A
 linear layer is not compiled: it communicates over tp and adds its weight gradient to the bucket within its own autograd
 function, with handles and queues that a compiler must not record.  Only its rounding to fp8 is compiled.  A norm over
@@ -134,8 +135,8 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
     regions = block.regions()
     for region in policy.recompute:
         if not regions[region]:
-            hint = f"{region} needs an {region} of {type(block.mlp).__name__}, which has none"
-            raise ValueError(f"activations.recompute: {hint}")
+            hint = f"a {type(block.mlp).__name__} has no module to recompute for it"
+            raise ValueError(f"activations.recompute: {region}: {hint}")
     chosen = {module for region in policy.recompute for module in regions[region]}
     cut = {module for region in policy.recompute - UNCUT for module in regions[region]} if policy.partition else set()
     order = regions["block"]

@@ -102,7 +102,7 @@ def test_shared_heads_cost_one_more_pass_of_k_and_v_over_tp_each_way() -> None:
     ("overrides", "told"),
     [
         ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, "must divide num_heads=12 and be a multiple of par"),
-        ({"num_heads": 8, "hidden_size": 16, "num_kv_heads": 1}, "cut heads of 2 elements evenly; the nearest is 2"),
+        ({"num_heads": 8, "hidden_size": 16, "num_kv_heads": 1}, "split a head of 2 evenly; the nearest is 2"),
     ],
 )
 def test_heads_that_tp_cannot_share_evenly_are_refused(overrides: dict[str, int], told: str) -> None:

@@ -38,9 +38,9 @@ def _dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 def _lost(config: Mapping[str, Any]) -> Iterator[str]:
     embedding, branches, attention = _dropouts(config).values()
     if embedding != branches:
-        yield f"embd_pdrop = {embedding!r} and resid_pdrop = {branches!r}: model.dropout is one number for both; set it anew"
+        yield f"embd_pdrop = {embedding!r} and resid_pdrop = {branches!r}: model.dropout is one number for both; set it"
     if attention:
-        yield f"attn_pdrop = {attention!r}: attention here drops nothing; model.dropout may be set anew"
+        yield f"attn_pdrop = {attention!r}: attention here drops nothing; model.dropout may be set"
 
 
 class GPT2Family(ModelFamily):

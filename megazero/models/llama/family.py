@@ -185,7 +185,7 @@ def every_nth(differs: Sequence[bool], key: str) -> int | None:
     return n if n <= len(differs) else None
 
 
-# Our names of these numbers, and those of transformers.
+# Our names of these keys -> those of transformers.
 _THEIRS = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
 
 
@@ -215,7 +215,7 @@ def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
         return [*problems, f"{key} has no factor"]
     for name in (name for name in rope if name not in known_keys):
         if not rope[name] if name == "truncate" else rope[name] is not None:
-            mend = "it must be true" if name == "truncate" else "leave it out, or say it as attention_factor"
+            mend = "it must be true" if name == "truncate" else "leave it out, or set attention_factor instead"
             problems.append(f"{key}: {name}={rope[name]!r} is not supported; {mend}")
     return problems
 
@@ -227,7 +227,7 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, An
     if (rope_type := _rope_type(rope)) == "default":
         return found
     original = _THEIRS["original_seq_len"]
-    # As transformers does: a number outside the table counts more, and without any the model was trained on all positions.
+    # As in transformers: a number outside the table takes precedence; without any, the model was trained on all positions.
     rope[original] = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
     names = {name: rope.get(_THEIRS.get(name, name)) for name in ("factor", *ROPE_READS[rope_type])}
     return found | {
