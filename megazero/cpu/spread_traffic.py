@@ -1,8 +1,8 @@
-"""Stage 0 between hosts of CPUs: part of what a step sends travels behind the next forward.
+"""Stage 0 between CPU hosts: part of the traffic of a step overlaps the next forward.
 
-On a slow link a backward cannot hide an all-reduce of all gradients, and the link would be idle during the forward.  The
-optimizer state of the buckets that a forward uses first is therefore sharded as at stage 1.  That sends as many bytes,
-half of them after the update:
+On a slow link, a backward cannot hide an all-reduce of all gradients, while the link is idle during the forward.
+Therefore the optimizer state of the buckets that a forward uses first is sharded as at stage 1.  This sends as many
+bytes, but half of them after the update:
 
     backward     all-reduce(3) reduce-scatter(2) (1) (0)    update    next forward
     network      [ 3, twice  ][ 2 ][ 1 ][ 0 ]                         [ 0 ][ 1 ][ 2 ]    all-gathers of weights
@@ -19,10 +19,12 @@ from megazero.zero.bucket_plan import ShardingPlan
 from megazero.zero.sharding import BucketLayout, ShardingPolicy
 from megazero.zero.storage import Residency, StateMemory
 
-_LARGEST_BUCKETS = 4  # a layer that waits for a larger bucket than so many of the usual size waits too long
+# Leave out buckets that are larger than this many of the desired size: a reduce-scatter needs a buffer as large as the
+# bucket for what arrives.
+_LARGEST_BUCKETS = 4
 
-# Of the elements.  A backward takes twice as long as a forward, so twice the bytes travel behind it: the reduce-scatter of
-# all and the all-gather of a third there, the all-gather of two thirds behind the forward.
+# Shard this fraction of the elements.  A backward takes twice as long as a forward and so can hide twice the bytes: the
+# reduce-scatter of all elements and the all-gather of a third.  The forward hides the all-gather of two thirds.
 BEHIND_FORWARD = 2 / 3
 
 
@@ -42,11 +44,13 @@ class PartlySharded(StateMemory):
 
 
 def spread_traffic(plan: ShardingPlan, world: Axis) -> ShardingPlan:
-    """Shard the state of the first buckets at stage 0; at the seam "sharding plan".  A collective call."""
+    """Return the plan with the state of the first buckets sharded if it is of stage 0.  A collective call; at the seam
+    "sharding plan".
+    """
     policy = plan.policy
     # In a narrower format, an all-reduce of gradients sends less than a gather of fp32 weights.
     is_wide = policy.reduce_dtype == policy.accumulate_dtype == torch.float32
-    # What tp sums afterwards must be whole on all of its ranks or a shard on all, so all ranks choose alike.
+    # All ranks choose alike, because the sums over tp need the same elements on all ranks of tp.
     if policy.zero_stage > 0 or not is_wide or largest([not plan.hides_gathers], world)[0]:
         return plan
     most = _LARGEST_BUCKETS * plan.sizes.elements
@@ -62,7 +66,7 @@ def spread_traffic(plan: ShardingPlan, world: Axis) -> ShardingPlan:
 
 
 def _can_shard(layout: BucketLayout) -> bool:
-    """Whether the ranks may shard the state of a bucket.  The stages of a tie would have to choose alike."""
+    """Whether the ranks may shard the state of a bucket.  For a tied parameter, all stages would have to agree."""
     first = layout.first
     is_shared = layout.shards > 1 and first.placement.replica.size == 1
     return layout.trains and is_shared and layout.tie is None and not first.matrix

@@ -10,14 +10,14 @@ A unit with several buckets starts all of their gathers.  In a forward, each of 
 (`UnitModule.readers`).
 
 [Note: gathers ahead]  When a unit starts, the units after it are gathered in the order of their use: always the next
-one, and as many more as fit `prefetch_bytes` and have buffers that no earlier unit needs.  So the network always has a
-gather to carry, even if a unit computes for longer or shorter than its neighbours' weights travel.  The order is
-predicted, equally on all ranks (`ScheduleOrder`); a wrong prediction costs one gather.
+one, and as many more as fit `prefetch_bytes` and have buffers that no earlier unit needs.  So the network stays
+busy even if a unit computes for a longer or shorter time than the next weights take to arrive.  All ranks predict the
+same order (`ScheduleOrder`); a wrong prediction costs one gather.
 
 [Note: a unit's own results]  A unit's backward begins when the gradient of one of its results arrives.  A hook on each
 result therefore gathers the unit in time, and the next one.
 
-[Note: saved weights]  What autograd saves in the forward of a unit, the weights of which will be overwritten:
+[Note: saved weights]  Other weights overwrite a unit's before its backward, so autograd saves references to them:
 
     forward     op(x, w)        saves x unchanged, and w as a reference to its bucket
     backward    op needs w      the bucket is gathered again if necessary: to the same address, so w has its values
@@ -194,7 +194,7 @@ class Unit:
 class SavedWeight:
     """A saved weight, or a view of it, described by its place in its bucket's buffer.
 
-    Two are equal if they describe the same elements in the same layout.
+    Two saved weights are equal if they describe the same elements in the same layout.
     """
 
     bucket: Bucket
@@ -383,7 +383,7 @@ class UnitGatherer:
     """The units of a model under stage 3, and their shared buffers.
 
     Args:
-        policy: settings of the buckets.
+        policy: the settings that all buckets share.
 
     Attributes:
         running: the units whose forward is running, outermost first.

@@ -124,8 +124,8 @@ class ReductionPlan:
         most_in_flight: most reductions that run at once.
         smallest_buffer: smallest size of a buffer, in elements; most buffers have this size, so that they can be
             reused.  If gradients are accumulated in buffers, any part of any bucket fits into a buffer of this size.
-        most_bytes: limit of the bytes of all working buffers.  Several parts that fill at the same time may exceed it;
-            the excess is freed at the end of the step.
+        most_bytes: limit of the bytes of all working buffers.  Parts that are filled at the same time may exceed it
+            together; the excess is freed at the end of the step.
     """
 
     ways: Mapping[Bucket, Reduction]
@@ -138,11 +138,11 @@ class ReductionQueue:
     """Starts the reductions of buckets, and finishes them in the order in which they started.
 
     Args:
-        replicas: sums reduced gradients over the ranks that hold the same shards; None: no other rank holds them.
+        replicas: sums reduced gradients over the ranks that hold the same shards; None if no other rank does.
 
     Attributes:
-        pool: the buffers that gradients are collected in and sent from.  At the plan's limit, the oldest reductions are
-            finished first, which frees their buffers.
+        pool: the buffers in which gradients are collected and from which they are sent.  At the plan's limit, the
+            queue finishes its oldest reductions, which frees their buffers.
         most_buffer_bytes: upper limit of `buffer_bytes`.
         step: number of optimizer updates so far; seeds the random rounding of quantized gradients.
     """

@@ -5,8 +5,8 @@
     host                           one bucket, followed by the copy of its new weights to the device
     file                           part of a bucket (`FileStepper`); the next is read and the last written meanwhile
 
-If the weights of a bucket are gathered as soon as it is updated, buckets on the device are also updated one after the
-other, in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
+If the caller gathers each bucket as soon as it is updated, buckets on the device, too, are updated one after the other,
+in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Stepper:
     def _update(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Update some parts.  A fused kernel divides their gradients by `scale`.
 
-        torch's optimizer sees only these parts, with gradients, as if they were all its parameters.  Values that it
-        counts in a group are counted once per step.
+        torch's optimizer sees only these parts, with gradients, as if they were all its parameters.  A counter that it
+        has in a group advances once per step.
         """
         groups, torch_optimizer = self._optimizer.groups, self._optimizer.torch_optimizer
         of_groups: dict[int, list[nn.Parameter]] = {}

@@ -42,10 +42,10 @@ class WeightGathers:
     with mixed weights.
 
     Args:
-        parameters: those of each bucket, as modules see them.
+        parameters: the parameters of each bucket, as modules see them.
 
     Attributes:
-        gatherer: the units of stage 3, if weights are sharded.
+        gatherer: gathers the units of stage 3; None at other stages.
     """
 
     gatherer: UnitGatherer | None
@@ -139,8 +139,8 @@ class WeightGathers:
 
     @contextmanager
     def changing(self, what: str = "an update") -> Iterator[None]:
-        """Context that changes the weights.  If it raises, some have changed and some have not, and `check` raises from
-        then on.
+        """A context in which the weights change.  If it raises, some have changed and some have not, and `check` raises
+        from then on.
 
         Args:
             what: the change, for the error message.
@@ -156,7 +156,7 @@ class WeightGathers:
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """Context that overwrites all weights, so an earlier failed update no longer matters."""
+        """A context that overwrites all weights, so that an earlier failed update no longer matters."""
         for gather in self._under_way.values():
             gather.wait()
         self._under_way.clear()
