@@ -85,7 +85,7 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     assert "no one setting frees the " in small
     alone = _check(ROOT / "examples" / "llama_70b_512gpu.toml")
     assert alone.exit_code == 2
-    assert "say --world-size 32, or as many as there are" in alone.stderr
+    assert "write --world-size 32, or the number that you have" in alone.stderr
 
 
 def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
@@ -256,8 +256,8 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
         (f"{more} model.seq_len=16", 2, 'checkpoint.accept_changes = ["seq_len"] begins a new phase'),
         (f"{more} model.seq_len=16 checkpoint.accept_changes=['seq_len']", 0, "resume    phase 2 of the run begins"),
         (f"{more} optimizer.name=adam", 0, "can run"),  # it keeps the same state
-        (f"{more} optimizer.name=lion", 2, "it holds exp_avg, exp_avg_sq, this one keeps exp_avg. Go on"),
-        (f"{more} optimizer.name=sgd", 2, "this one keeps nothing. Go on"),
+        (f"{more} optimizer.name=lion", 2, "it holds exp_avg, exp_avg_sq, and this one needs exp_avg. Resume"),
+        (f"{more} optimizer.name=sgd", 2, "this one needs nothing. Resume"),
         ("data.sources=['python-stdlib']", 2, "was trained on other data"),
         (f"{more} data.sources=['none']", 0, "not on this machine"),
         ("checkpoint.resume=never", 2, "holds the run that wrote step-00000002"),

@@ -115,7 +115,7 @@ def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Pat
         (["--dry-run", "--gpus", 2, "--rank", 2], "--rank 2 must be from 0 to 1"),
         (
             ["--gpu", "h100", "parallel.tp=16", "model.num_heads=16", "model.num_kv_heads=16"],
-            "for more ranks say --gpus",
+            "for more ranks write --gpus",
         ),
         (["--gpu", "h100", "--tokens", "nan"], "Invalid value for '--tokens'"),
         (["--gpu", "h100", "--json", "/no/such/plan.json"], "cannot be written"),

@@ -79,7 +79,7 @@ def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Compar
         result.compared += len(names)
         differences = (_difference(state_kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names)
         result.tensors += filter(None, differences)
-    result.tensors.sort(key=lambda it: (it.is_close, -it.relative, -it.max_abs, it.state_kind, it.name))
+    result.tensors.sort(key=lambda diff: (diff.is_close, -diff.relative, -diff.max_abs, diff.state_kind, diff.name))
     lines = result.only if any(state.script for state in states) else result.notes
     lines += _only("file", *others)
     both = sorted(others[0].keys() & others[1].keys())

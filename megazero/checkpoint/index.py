@@ -214,15 +214,15 @@ def unreadable(path: str, error: OSError) -> CheckpointError:
     file.
     """
     return CheckpointError(
-        f"{path} cannot be read ({error}); nothing was changed. Try again; if it stays so, its disk may be lost: resume "
+        f"{path} cannot be read ({error}); nothing was changed. Try again; if it fails again, its disk may be lost: resume "
         "from another step directory (checkpoint.resume)"
     )
 
 
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Convert errors of reading a file to CheckpointError (the storage fails) or DamagedError (wrong contents), with
-    its name.
+    """Convert errors of reading a file to CheckpointError (the storage fails) or DamagedError (the contents are
+    wrong).  The message names the file.
     """
     try:
         yield
@@ -260,8 +260,8 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
             raise ValueError("it is not what was written")
         if manifest["format"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{folder} is of format {manifest['format']}, this megazero reads {FORMAT_VERSION}: "
-                "a newer one has written it; read it with that one"
+                f"{folder} has format {manifest['format']} and this release reads format {FORMAT_VERSION}: "
+                "a newer release of megazero wrote it; read it with that one"
             )
         return {name: FileRecord(**record) for name, record in listed.items()}
 

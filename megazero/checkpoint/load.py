@@ -196,7 +196,7 @@ def check_state_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str
     stored = [state_kind for state_kind in state_kinds if state_kind not in (MODEL, MASTER, AVERAGE)]
     if moments is not None and set(stored) != set(moments):
         held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
-        hint = f"it holds {held}, this one keeps {needed}. Go on with the optimizer that wrote it"
+        hint = f"it holds {held}, and this one needs {needed}. Resume with the optimizer that wrote it"
         raise index.CheckpointError(f"{folder} was written with another optimizer: {hint}")
     if MODEL not in state_kinds:
         raise index.CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(state_kinds) or 'nothing'}")
@@ -258,8 +258,8 @@ def plan_reads(
     """Plan what a rank reads of each state kind.
 
     Args:
-        copies: for a bucket, the ranks that each read a part and exchange the parts; None if this rank reads all that
-            it holds.
+        copies: for a bucket, the ranks that each read some of its elements and exchange them; None if this rank reads
+            all that it holds.
     """
     for state_kind in state_kinds:
         for bucket in state.buckets:

@@ -171,7 +171,7 @@ def _prepare(folder: Folder, names: Iterable[str]) -> None:
         foreign = [name for name in folder.files() if name not in ours] + folder.folders()
         if foreign:
             raise CheckpointError(
-                f"{folder} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has left there; nothing was "
+                f"{folder} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has left; nothing was "
                 "deleted. Choose another name, or remove it"
             )
         remove_own_files(folder)
@@ -230,7 +230,7 @@ def _commit(
         write_manifest(folder, records)
     except Exception as failure:
         needed, free = sum(own.bytes for own in of_ranks), folder.parent.free_bytes()
-        beside = "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
+        beside = "" if free is None else f"; {folder.parent} has {free:,} bytes free beside what was written"
         with suppress(Exception):
             if not folder.has(MANIFEST):
                 remove_own_files(folder)  # frees the space for the next checkpoint

@@ -100,10 +100,10 @@ def snapshot_of(state: ShardedState, at: ParallelState, host_memory_bytes: int |
     snapshot = Snapshot(state, at)
     if host_memory_bytes is None:
         host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.local_world_size
-    everyone = gather_objects(snapshot.reserve(host_memory_bytes), at.world)
-    if any(everyone):
+    reasons = gather_objects(snapshot.reserve(host_memory_bytes), at.world)
+    if any(reasons):
         snapshot = Snapshot(state, at)  # frees the memory
-        snapshot.refusal = next(f"rank {rank} {why}" for rank, why in enumerate(everyone) if why)
+        snapshot.refusal = next(f"rank {rank} {why}" for rank, why in enumerate(reasons) if why)
     return snapshot
 
 

@@ -111,7 +111,7 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
 ) -> None:
-    """Continue a text with a checkpoint's model, by transformers: tokens are printed as they come."""
+    """Continue a text with a checkpoint's model, by transformers: tokens are printed as they are generated."""
     with user_errors():
         try:
             from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, TextStreamer, set_seed

@@ -52,8 +52,8 @@ def load_config(
             as a bare word, is a string.
         world_size: number of ranks; None for the number that `launch.nproc_per_node` starts.
         varied: keys that take other values too, so that no key is refused for being without effect beside these.
-        rules: further ones, which rooms above this one know.
-        asks: nothing is started: the option by which a command asks for `world_size`.
+        rules: further rules, of rooms above this one.
+        asks: the option for `world_size` of a command that starts no ranks; None if this command starts them.
 
     Raises:
         ConfigError: with everything that is wrong with the file, the overrides, and the two together.
@@ -68,7 +68,7 @@ def load_config(
         if ranks is not None and world_size is None and problem.key in ("world_size", "parallel.dp"):
             *_, each = ranks_of_a_sample(config.parallel)
             whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
-            more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
+            more = f"for more ranks write {asks} {whole}, or the number that you have" if asks else _LAUNCHERS
             hint = f"{hint}; {more}" if whole > ranks else hint
         problems.append(replace(problem, key=key, hint=hint))
     if any(problem.key == "launch.extensions" for problem in problems):  # which may register a name
@@ -123,7 +123,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
 
 
 def _filled(config: RunConfig, world_size: int, fitted: Fit, notes: Sequence[str]) -> ResolvedRun:
-    """The run with the model and batch sizes that were left open; `notes` on keys without effect come last."""
+    """Return the run with its model and batch sizes filled in.  Its last notices are `notes`, on keys without effect."""
     batch, dp, zero = batch_sizes(fitted.config, fitted.dp), fitted.dp, fitted.config.zero
     notices = [*fitted.notices, *_empty_samples(batch, dp, config.training.batch_ramp), *notes]
     quantized = [name for name in ("quantized_weights", "quantized_gradients") if getattr(zero, name)]
@@ -149,7 +149,7 @@ def _filled(config: RunConfig, world_size: int, fitted: Fit, notes: Sequence[str
 
 
 def _empty_samples(batch: BatchSizes, dp: int, ramp: BatchRamp | None) -> Iterator[str]:
-    """A notice where an elastic run, or a batch that ramps up, fills up its micro-batches."""
+    """Yield a notice if empty samples fill up the micro-batches of an elastic run, or of a batch that ramps up."""
     if ramp and gcd(ramp.start, ramp.increment) % (batch.micro_batch_size * dp):
         sizes = f"start {ramp.start} and increment {ramp.increment} are not divisible by dp {dp} x micro_batch_size"
         yield f"training.batch_ramp: {sizes} {batch.micro_batch_size}: samples that are missing are empty"
@@ -223,7 +223,7 @@ def import_extensions(names: object) -> list[Problem]:
     """Import each file or module of `launch.extensions` once per process; say which cannot be imported and why.
 
     Args:
-        names: as the run file has them; what is no list of names is left to the schema.
+        names: as the run file has them; the schema reports anything that is no list of names.
     """
     problems = []
     for name in names if isinstance(names, list | tuple) else ():

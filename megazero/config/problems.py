@@ -234,7 +234,8 @@ def likely_keys(name: str, home: str, siblings: Collection[str], known: Collecti
     def named(last: str) -> list[str]:
         paths = [path for path in known if path.rpartition(".")[2] == last]
         least = min((path.count(".") for path in paths), default=0)
-        paths = [path for path in paths if path.count(".") == least]  # whoever means an inner section names it
+        # a user who means an inner section writes its name
+        paths = [path for path in paths if path.count(".") == least]
         return paths if len(paths) <= 3 else []  # more keys of one name say nothing about which was meant
 
     if same := named(name) or [path for path in [_OTHER_NAMES.get(name.lower(), "")] if path in known]:

@@ -432,7 +432,7 @@ def _rule_storage_is_known(config: RunConfig) -> Iterator[Problem]:
         try:
             fsspec.get_filesystem_class(url.partition("://")[0])
         except (ValueError, ImportError) as error:
-            rule = "must be the URL of a file system that fsspec knows and whose package is installed"
+            rule = "must be the URL of a file system that fsspec knows, with its package installed"
             yield Problem(f"checkpoint.{key}", url, rule, str(error))
 
 

@@ -74,7 +74,7 @@ def _layout(value: object) -> object:
     stages = [tuple(stage) if _is_list(stage) else (None,) for stage in value] if _is_list(value) else []
     for index, stage in enumerate(stages):
         words = ["embed"] * (index == 0) + ["head"] * (index == len(stages) - 1)
-        if not all((type(part) is int and part >= 0) or part in words for part in stage):
+        if not all((type(item) is int and item >= 0) or item in words for item in stage):
             stages = []
             break
     if not stages:

@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """Learning rate over as many updates as `training.steps`; a step without an update does not move it on."""
+    """Learning rate over as many updates as `training.steps`; a step without an update does not advance it."""
 
     #: Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end.
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"

@@ -124,4 +124,4 @@ def test_another_optimizer_than_the_one_that_wrote_is_refused_with_what_each_kee
             (of_other, state, "exp_avg, exp_avg_sq"),
         ):
             assert losses == []
-            assert f"another optimizer: it holds {held}, this one keeps {kept}" in error
+            assert f"another optimizer: it holds {held}, and this one needs {kept}" in error

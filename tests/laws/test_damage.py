@@ -162,7 +162,7 @@ def test_a_checkpoint_of_a_newer_format_is_no_damage(
         newer.setattr("megazero.checkpoint.index.FORMAT_VERSION", 2)
         write_manifest(root / "step-00000002", manifest)
     run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
-    with pytest.raises(CheckpointError, match="step-00000002 is of format 2, this megazero reads 1: a newer one"):
+    with pytest.raises(CheckpointError, match="step-00000002 has format 2 and this release reads format 1: a newer"):
         _resume(0, run)
     assert find_newest(root) == folder_at(root / "step-00000002")
 
