@@ -14,7 +14,7 @@ from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.bucket_plan import plan_buckets
-from megazero.zero.sharding import ALONE, BucketLayout, Interval, ParamInfo, Pieces, Placement, ShardingPolicy
+from megazero.zero.sharding import ALONE, BucketLayout, Interval, ParamInfo, Placement, ShardingPolicy, StridedBlocks
 from megazero.zero.storage import StateMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -61,13 +61,13 @@ def bucket_on(layout: BucketLayout, here: ShardingPolicy, *arguments) -> Bucket:
 
 @st.composite
 def models(draw) -> list[ParamInfo]:
-    """Parameters in forward order: unit indices rise, some units are empty, units of later chunks follow those of earlier
-    ones; one in eight parameters is tied, as many are frozen, persistent or alone."""
-    infos, unit, chunk = [], 0, 0
+    """Parameters in forward order: unit indices rise, some units are empty, units of later virtual stages follow those of
+    earlier ones; one in eight parameters is tied, as many are frozen, persistent or alone."""
+    infos, unit, stage = [], 0, 0
     for index in range(draw(st.integers(1, 25))):
         step = draw(st.sampled_from([0, 0, 0, 1, 2]))
         unit += step
-        chunk += step > 0 and draw(st.integers(0, 3)) == 0
+        stage += step > 0 and draw(st.integers(0, 3)) == 0
         kind = draw(st.integers(0, 7))
         infos.append(
             parameter(
@@ -76,7 +76,7 @@ def models(draw) -> list[ParamInfo]:
                 unit,
                 kind == 7,
                 draw(traits),
-                chunk=chunk,
+                virtual_stage=stage,
                 trains=kind != 6,
                 persistent=kind == 5,
                 alone=kind == 4,
@@ -112,13 +112,13 @@ def painted(layout: BucketLayout) -> list[ParamInfo | None]:
     return owners
 
 
-def elements_of(pieces: Sequence[Pieces]) -> list[int]:
-    """Which elements pieces are, in order."""
+def elements_of(blocks: Sequence[StridedBlocks]) -> list[int]:
+    """The elements of strided blocks, in order."""
     return [
-        piece.start + at * piece.stride + element
-        for piece in pieces
-        for at in range(piece.count)
-        for element in range(piece.length)
+        each.start + at * each.stride + element
+        for each in blocks
+        for at in range(each.count)
+        for element in range(each.length)
     ]
 
 
@@ -157,8 +157,8 @@ def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(in
 @given(infos=models(), plan=plans)
 def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_and_gathered(infos, plan):
     for layout in planned(infos, **plan):
-        keys = {(info.chunk, info.trains, plan["by_unit"] and info.persistent) for info in members(layout)}
-        assert keys == {(layout.first.chunk, layout.trains, plan["by_unit"] and layout.first.persistent)}
+        keys = {(info.virtual_stage, info.trains, plan["by_unit"] and info.persistent) for info in members(layout)}
+        assert keys == {(layout.first.virtual_stage, layout.trains, plan["by_unit"] and layout.first.persistent)}
 
 
 @laws
@@ -195,7 +195,7 @@ def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards
         for layout, following in itertools.pairwise(free):
             sizes = sorted([*map(elements, members(layout)), elements(in_forward_order(following)[-1])])
             would_fit = sum(sizes) <= bucket_elements or sum(sizes[:-1]) * max(shards, 16) <= bucket_elements
-            assert not would_fit or layout.first.chunk != following.first.chunk
+            assert not would_fit or layout.first.virtual_stage != following.first.virtual_stage
 
 
 @laws
@@ -210,9 +210,9 @@ def test_a_tied_parameter_has_a_bucket_of_its_own_equal_on_both_stages(infos, pl
             assert other == layout
 
 
-def largest_part(layouts: Sequence[BucketLayout]) -> int:
+def largest_chunk(layouts: Sequence[BucketLayout]) -> int:
     """Elements of all shards."""
-    return max((part.stop - part.start) * layout.shards for layout in layouts for part in layout.parts)
+    return max(chunk.size * layout.shards for layout in layouts for chunk in layout.chunks)
 
 
 @st.composite
@@ -237,54 +237,54 @@ large_plans = st.fixed_dictionaries(
 
 @laws
 @given(infos=large_models(), plan=large_plans)
-def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_as_many(infos, plan):
+def test_the_chunks_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_as_many(infos, plan):
     layouts = planned(infos, cuts=True, **plan)
-    largest_uncut = max((layout.padded_numel for layout in layouts if len(layout.parts) == 1), default=0)
+    largest_uncut = max((layout.padded_numel for layout in layouts if len(layout.chunks) == 1), default=0)
     for layout in layouts:
-        covered = [element for part in layout.parts for element in range(part.start, part.stop)]
+        covered = [element for chunk in layout.chunks for element in range(chunk.start, chunk.stop)]
         assert covered == list(range(layout.shard_numel))
         found: dict[str, list[int]] = {info.name: [] for info in members(layout)}
-        for part in layout.parts:
-            held = part.stop - part.start
+        for chunk in layout.chunks:
+            numel = chunk.size
             buffer = [
                 shard + element
                 for shard in range(0, layout.padded_numel, layout.shard_numel)
-                for element in range(part.start, part.stop)
+                for element in range(chunk.start, chunk.stop)
             ]
-            for share in layout.shares(part):
-                inside = elements_of(share.pieces)
-                assert [element + share.slot.start for element in inside] == buffer[share.start : share.stop]
-                found[share.slot.info.name] += inside
-            is_cut = len(layout.parts) > 1
+            for held in layout.chunk_slots(chunk):
+                inside = elements_of(held.blocks)
+                assert [element + held.slot.start for element in inside] == buffer[held.start : held.stop]
+                found[held.slot.info.name] += inside
+            is_cut = len(layout.chunks) > 1
             smallest = layout.step * layout.shards  # a row of each shard
-            assert not is_cut or held * layout.shards <= max(plan["bucket_elements"], largest_uncut, smallest)
+            assert not is_cut or numel * layout.shards <= max(plan["bucket_elements"], largest_uncut, smallest)
         for info in members(layout):
             assert sorted(found[info.name]) == list(range(elements(info)))
 
 
-def test_an_embedding_and_a_head_go_in_parts_as_large_as_a_block():
+def test_an_embedding_and_a_head_go_in_chunks_as_large_as_a_block():
     """Llama 3 8B over 64 ranks, with buckets of 16 MiB: a block is gathered whole and has 52 times as much."""
     embedding, attention, mlp = (128256, 4096), (4096 + 2 * 1024 + 4096, 4096), (3 * 14336, 4096)
     shapes_ = [(0, embedding), *((unit, shape) for unit in (1, 2) for shape in (attention, mlp)), (3, embedding)]
     infos = [parameter(index, shape, unit) for index, (unit, shape) in enumerate(shapes_)]
     layouts = planned(infos, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)
     block = elements(infos[1]) + elements(infos[2])
-    assert [len(layout.parts) for layout in layouts] == [3, 1, 1, 3]  # 2.4 blocks
-    assert largest_part(layouts) == block
-    # a copy on a stage of smaller blocks has equal shards, in more parts
+    assert [len(layout.chunks) for layout in layouts] == [3, 1, 1, 3]  # 2.4 blocks
+    assert largest_chunk(layouts) == block
+    # a copy on a stage of smaller blocks has equal shards, in more chunks
     tied = [dataclasses.replace(info, spec=dataclasses.replace(info.spec, tied=True)) for info in infos[-1:]]
     here, there = (
         planned(blocks + tied, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)[-1]
         for blocks in (infos[1:3], infos[1:2])
     )
-    assert len(here.parts) < len(there.parts)
-    assert dataclasses.replace(here, part_count=there.part_count) == there
+    assert len(here.chunks) < len(there.chunks)
+    assert dataclasses.replace(here, chunk_count=there.chunk_count) == there
 
 
 @pytest.mark.parametrize("shards", [8, 64, 512, 1024, 2048, 4096])
 @pytest.mark.parametrize(("hidden", "kv", "mlp"), [(4096, 8, 14336), (8192, 8, 28672), (16384, 8, 53248)])
-def test_the_head_of_a_llama_goes_in_parts_over_any_number_of_shards(hidden, kv, mlp, shards):
-    """Of the 8B on tp 1, of the 70B and the 405B on tp 8: no part is larger than a block, or than 433 MiB, and what
+def test_the_head_of_a_llama_goes_in_chunks_over_any_number_of_shards(hidden, kv, mlp, shards):
+    """Of the 8B on tp 1, of the 70B and the 405B on tp 8: no chunk is larger than a block, or than 433 MiB, and what
     is added beside 1/32 of the head is at most half a per cent."""
     tp = 1 if hidden == 4096 else 8
     block = (
@@ -299,7 +299,7 @@ def test_the_head_of_a_llama_goes_in_parts_over_any_number_of_shards(hidden, kv,
     layouts = planned(
         infos, by_unit=True, bucket_elements=limit // shards // 16 * shards * 16, shards=shards, cuts=True
     )
-    assert largest_part(layouts) <= max(sum(map(elements, infos[:4])), limit)
+    assert largest_chunk(layouts) <= max(sum(map(elements, infos[:4])), limit)
     padded = sum(layout.padded_numel for layout in layouts)
     assert padded <= 1.005 * sum(map(elements, infos)) + elements(infos[-1]) / 32
 
@@ -309,18 +309,18 @@ def test_the_head_of_a_llama_goes_in_parts_over_any_number_of_shards(hidden, kv,
 def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(infos, plan):
     for layout in planned(infos, cuts=True, **plan):
         largest = max(members(layout), key=elements)
-        if len(layout.parts) == 1:
+        if len(layout.chunks) == 1:
             continue
         assert layout.numel > plan["bucket_elements"] >= layout.numel - elements(largest)
         assert layout.padded_numel - layout.numel <= layout.numel / 32
-        for part in layout.parts:
-            for share in layout.shares(part):
-                if share.slot.info.name != largest.name:
+        for chunk in layout.chunks:
+            for held in layout.chunk_slots(chunk):
+                if held.slot.info.name != largest.name:
                     continue
-                assert share.rows is not None
+                assert held.rows is not None
                 rows = torch.arange(largest.shape[0])
-                at, count = share.row_in_buffer(rows)
-                mine = elements_of(share.rows)
+                at, count = held.row_in_buffer(rows)
+                mine = elements_of(held.rows)
                 assert count == len(mine)
                 assert at.tolist() == [mine.index(row) if row in mine else count for row in rows.tolist()]
 
@@ -364,7 +364,7 @@ def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
             )
             for at, shape in enumerate(shapes)
         ]
-        return largest_part(planned(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True))
+        return largest_chunk(planned(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True))
 
     for shapes in (((64,), (28672, 64)), ((28672, 64), (64,))):
         assert largest(*shapes) == largest((28672, 64)) < 28672 * 64

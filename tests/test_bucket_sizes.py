@@ -113,7 +113,7 @@ def _gradients(rank: int, runs: list[ResolvedRun]) -> list[tuple[int, dict[str, 
         with patch.object(ReductionQueue, "finish", count):
             engine.compute_gradients(micro_batches(run, state, 0))
         reducer = engine.sharded_model.reducer
-        parts = sum(len(bucket.gradient_parts) for bucket in reducer.buckets)
+        parts = sum(len(bucket.gradient_chunks) for bucket in reducer.buckets)
         sizes = reducer.reductions.buffer_bytes, reducer.reductions.most_buffer_bytes
         found.append((parts - max(under_way), whole(engine, "gradient"), sizes))
         engine.sharded_model.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.deepspeed.script_optimizers import check_elementwise, recipe_by_name
+from megazero.deepspeed.script_optimizers import check_elementwise, factory_by_name
 from megazero.optim.optimizers import Lion, make_optimizer, state_names
 
 # Options that reach every kind of state, and the names of that state, from the papers' algorithms as torch names them.
@@ -35,7 +35,7 @@ def _parameter(values: Tensor) -> torch.nn.Parameter:
 
 
 def _made(name: str, params: dict[str, Any], weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return recipe_by_name(name, params, [{}]).build([weights])
+    return factory_by_name(name, params, [{}]).build([weights])
 
 
 def _stepped(name: str, params: dict[str, Any], tensors: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:

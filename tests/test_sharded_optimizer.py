@@ -24,9 +24,9 @@ from megazero.checkpoint.save import gather_logical
 from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import StorageError
 from megazero.config.schema import PrecisionConfig
-from megazero.deepspeed.script_optimizers import recipe_of
+from megazero.deepspeed.script_optimizers import factory_of
 from megazero.optim.optimizers import Lion
-from megazero.zero.optimizer import recipe_of_class
+from megazero.zero.optimizer import factory_of_class
 from megazero.zero.sharding import Interval
 from megazero.zero.weight_gathers import HalfSteppedError
 
@@ -126,8 +126,8 @@ def test_steps_without_peers_are_the_same(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
 def test_a_file_is_stepped_part_by_part(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more parts than buffers, and the last one shorter."""
-    monkeypatch.setattr(megazero.zero.optimizer, "FILE_PART_ELEMENTS", 7)
-    monkeypatch.setattr(megazero.zero.offload, "FILE_PART_ELEMENTS", 7)
+    monkeypatch.setattr(megazero.zero.optimizer, "FILE_SLICE_ELEMENTS", 7)
+    monkeypatch.setattr(megazero.zero.offload, "FILE_SLICE_ELEMENTS", 7)
     run_world(2, lambda rank: _steps(rank, 2, name, (0, 3), {"optimizer": "nvme", "nvme_path": str(tmp_path)}))
 
 
@@ -192,7 +192,7 @@ def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopp
                     for piece in (Interval(run_.start, middle), Interval(middle, run_.stop)):
                         new.write(kind, b, piece, old.read(kind, a, piece).clone())
     second.zero.optimizer.resume(first.zero.optimizer.steps_taken, first.zero.optimizer_scalars())
-    second.zero.loaded(None)
+    second.zero.load(lambda: None, None)
     for step in steps[3:]:
         second.step(step)
     assert_same(second.whole("master"), whole.whole("master"), rtol=0.0, atol=0.0)
@@ -223,7 +223,7 @@ def test_an_optimizer_sees_one_step_though_buckets_are_stepped_one_after_another
     """As it must where their weights travel as soon as they are stepped, each alone or some in one call."""
 
     monkeypatch.setattr(megazero.zero.stepper, "CALL_ELEMENTS", {"cpu": elements})
-    monkeypatch.setattr(zero_worlds, "recipe_of", partial(recipe_of, allow_untested=True))
+    monkeypatch.setattr(zero_worlds, "factory_of", partial(factory_of, allow_untested=True))
 
     def new(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         trained = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
@@ -279,7 +279,7 @@ def test_an_optimizer_that_is_reset_steps_as_a_new_one(optimizer: str, place: st
         for slot in bucket.layout.slots:
             bucket.write(bucket.master, slot.interval, start[slot.info.name].reshape(-1))
     used.zero.optimizer.reset()
-    used.zero.loaded(None)
+    used.zero.load(lambda: None, None)
     for sharded in (used, fresh):
         sharded.step([numbers(4, WIDTH, seed=2)])
     assert_same(used.whole("master"), fresh.whole("master"), rtol=0.0, atol=0.0)
@@ -314,13 +314,13 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     weight.grad = torch.ones(3)
     made.step()
     with pytest.raises(ValueError, match="AdamW has stepped already"):
-        recipe_of(made)
+        factory_of(made)
 
 
 def test_an_optimizer_by_name_takes_what_each_group_says() -> None:
-    recipe = recipe_of_class(torch.optim.AdamW, {"lr": 0.1}, [{"weight_decay": 0.3}, {"lr": 0.2}])
-    assert (recipe.groups, set(recipe.states), recipe.scalars) == (2, {"exp_avg", "exp_avg_sq"}, ("step",))
-    made = recipe.build([[nn.Parameter(numbers(2))], []])
+    factory = factory_of_class(torch.optim.AdamW, {"lr": 0.1}, [{"weight_decay": 0.3}, {"lr": 0.2}])
+    assert (factory.groups, set(factory.states), factory.scalars) == (2, {"exp_avg", "exp_avg_sq"}, ("step",))
+    made = factory.build([[nn.Parameter(numbers(2))], []])
     assert [(group["lr"], group["weight_decay"]) for group in made.param_groups] == [(0.1, 0.3), (0.2, 0.01)]
 
 

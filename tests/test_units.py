@@ -44,7 +44,7 @@ def _found(*models: nn.Module) -> list[tuple[str, int, set[str], bool]]:
     return [
         (
             modules[unit.module],
-            unit.chunk,
+            unit.virtual_stage,
             {names[id(part._parameters[key])] for part, key in unit.attributes},
             unit.spans_others,
         )

@@ -21,7 +21,7 @@ from megazero.layers.spec import whole_spec
 from megazero.zero.bucket_plan import param_infos
 from megazero.zero.reductions import ReductionQueue, ReductionTask, square_sum
 from megazero.zero.sharding import ALONE, ShardingPolicy
-from megazero.zero.units import ModelParam, ModelParts, UnitModule, describe
+from megazero.zero.units import ModelParam, RankModel, UnitModule, describe
 
 STAGES = [0, 1, 2, 3]
 ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
@@ -35,14 +35,14 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = nn.Linear(3, 3), nn.Parameter(torch.empty(3))
     unit = UnitModule(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        param_infos(ModelParts([unit], [ModelParam("stray", stray, whole_spec("stray", (3,)))]), _policy(), ZERO)
+        param_infos(RankModel([unit], [ModelParam("stray", stray, whole_spec("stray", (3,)))]), _policy(), ZERO)
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
     layer = nn.Module()
     layer.mask = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(ValueError, match=r"mask is torch\.int32"):
-        param_infos(ModelParts(units_of([layer]), list(describe(layer))), _policy(), ZERO)
+        param_infos(RankModel(units_of([layer]), list(describe(layer))), _policy(), ZERO)
 
 
 def test_nothing_to_train_is_refused() -> None:
@@ -153,7 +153,7 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         for step in EXPERT_BATCHES:
             sharded.step(step[rank])
         rounds = 2 if zero_stage >= 2 else 1
-        parts = sum(len(bucket.gradient_parts) for bucket in sharded.reducer.buckets)
+        parts = sum(len(bucket.gradient_chunks) for bucket in sharded.reducer.buckets)
         assert len(launched) == len(EXPERT_BATCHES) * rounds * parts
         return launched
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
-from megazero.deepspeed.script_optimizers import recipe_of
+from megazero.deepspeed.script_optimizers import factory_of
 from megazero.deepspeed.script_units import BoundParameters, ScriptModel, script_units_of
+from megazero.deepspeed.script_values import load_values
 from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.zero.sharding import Placement, ShardingSettings, intersect
-from megazero.zero.units import ModelParts, describe
+from megazero.zero.units import RankModel, describe
 
 Batches = Sequence[Sequence[Sequence[Any]]]
 NewOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -108,13 +109,14 @@ class Sharded:
             described = [replace(one, placement=pairs) if in_pairs(one.name) else one for one in described]
         self.optimizer = optimizer(groups)
         zero_config = ZeroConfig(**{"stage": stage, "bucket_bytes": 1024, "prefetch_bytes": 0} | zero)
+        values = {param.name: param.parameter.data for param in described if not param.parameter.is_meta}
         self.zero = ScriptModel(
-            ModelParts(script_units_of([module]), described),
+            RankModel(script_units_of([module]), described),
             self.state,
-            ShardingSettings(zero_config, precision, recipe_of(self.optimizer)),
+            ShardingSettings(zero_config, precision, factory_of(self.optimizer)),
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
-        self.parameters.load_from_module(self.state.dp_cp, self.state.tp, {})
+        load_values(self.zero, values, self.state.dp_cp)
         self.bound = BoundParameters(module, self.zero)
 
     def accumulate(self, batches: Sequence[Any]) -> None:

@@ -248,7 +248,7 @@ class Read:
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
     """Return the ranks that hold the same elements of a bucket; None if only this rank holds them."""
     same = bucket.placement.shard if bucket.layout.first.spec.of_experts else at.dp_cp
-    axis = same if bucket.residency.state is Extent.WHOLE else bucket.placement.replica
+    axis = same if bucket.residency.state is Extent.FULL else bucket.placement.replica
     return axis if axis.size > 1 else None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_gather, all_reduce
 from megazero.deepspeed.meta_init import MetaParameter
+from megazero.deepspeed.script_values import overwrite
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, opened, real
 from megazero.zero.bucket import Bucket
@@ -167,10 +168,10 @@ class _Whole:
 
     def overwrite(self, modifier: int) -> None:
         """Broadcast the masters of one data-parallel rank."""
-        model, state, changed = self._model, self._model.state, list[Bucket]()
+        model, changed = self._model, list[Bucket]()
         for first, copies in self._bound.copies.items():
             if first in self._flats:
-                model.parameters.overwrite(copies, self._flats[first], state.dp, state.tp, model.ties, modifier)
+                overwrite(model, copies, self._flats[first], model.state.dp, modifier)
                 changed += copies
         model.parameters.all_gather_weights(changed=changed)
 

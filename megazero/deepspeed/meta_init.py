@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from megazero.deepspeed.names import NAMES
+from megazero.deepspeed.script_values import DeferredValues
 from megazero.layers.counter_rng import derive_key
-from megazero.zero.parameters import DeferredValues
 from megazero.zero.units import ModelParam
 
 _FACTORIES = frozenset(NAMES["init"]["factories"].split())
@@ -117,9 +117,9 @@ class MetaParameter(nn.Parameter):
         return values
 
 
-def deferred_values(described: Sequence[ModelParam], seed: int) -> DeferredValues:
+def deferred_values(params: Sequence[ModelParam], seed: int) -> DeferredValues:
     """Return a function that replays a parameter built under `Init`, once, with the run's seed."""
-    recorded = {info.name: info.parameter for info in described if isinstance(info.parameter, MetaParameter)}
+    recorded = {info.name: info.parameter for info in params if isinstance(info.parameter, MetaParameter)}
     keys: dict[object, str] = {}  # what copies share has the key of the first
     for name, parameter in recorded.items():
         for copies, (_, draw) in enumerate(parameter.history.draws):

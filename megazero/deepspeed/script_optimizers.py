@@ -14,7 +14,7 @@ from megazero.deepspeed.names import NAMES
 from megazero.optim.optimizers import Lion, MatrixOptimizer, make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of, unknown_name
-from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
+from megazero.zero.optimizer import OptimizerFactory, factory_of_class
 
 # The names of a DeepSpeed configuration, in any case, and what they mean there without further parameters.
 _DEEPSPEED_ADAM = NAMES["optimizers"]["adam"].split()
@@ -34,7 +34,7 @@ _NOT_ELEMENTWISE = frozenset(NAMES["optimizers"]["mixing"].split())
 _WHY = "acts on more than one element at a time (a matrix, a norm, a block): on shards it would compute something else"
 
 
-def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
+def factory_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerFactory:
     """Return the factory of the optimizer that a configuration names.
 
     Args:
@@ -70,10 +70,10 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
         check_keywords(name, params, known)
     params = defaults | params
     check_elementwise(make_optimizer(cls, params, [{"params": [nn.Parameter(torch.zeros(2))]}]), allow_untested=False)
-    return recipe_of_class(cls, params, groups)
+    return factory_of_class(cls, params, groups)
 
 
-def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
+def factory_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerFactory:
     """Return a factory that gives the flat shards to a user's optimizer, which keeps its own group objects.
 
     Args:
@@ -91,7 +91,7 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
             group["params"] = params
         return optimizer
 
-    return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
+    return OptimizerFactory(len(optimizer.param_groups), *state_names(optimizer), build)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:

@@ -22,21 +22,21 @@ from torch.autograd.graph import Node, get_gradient_edge
 from megazero.comm.collectives import from_first
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Landing
-from megazero.zero.gradients import Accumulation, BucketGradients, GradientReducer, LaunchOrder
+from megazero.zero.gradients import Accumulation, ChunkGradients, GradientReducer, LaunchOrder
 
 if TYPE_CHECKING:
     from megazero.deepspeed.script_units import ScriptGatherer
 
 
 class _Graph:
-    """The parameters of a chunk that the running backward does not reach.
+    """The parameters of a virtual stage that the running backward does not reach.
 
     Attributes:
         unused: by bucket chunk, the indices of the parameters in it.
         visited: the units of stage 3 that the backward has reached.
     """
 
-    def __init__(self, unused: dict[BucketGradients, list[int]]) -> None:
+    def __init__(self, unused: dict[ChunkGradients, list[int]]) -> None:
         self.unused, self.visited = unused, set[int]()
 
 
@@ -51,12 +51,12 @@ class ScriptReducer(GradientReducer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        every = [gradients for order in self.orders.values() for gradients in order.buckets]
+        every = [gradients for order in self.orders.values() for gradients in order.chunks]
         self._by_round = [gradients for gradients in every if gradients.accumulation is Accumulation.SHARDS]
         self.accumulates = False
         self._mark_end_of_pass: Callable[[], None] = lambda: None  # so that ranks that gather other units get an error
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
-        self._reach: dict[int, Reach] = {}  # by chunk
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by virtual stage, and autograd's number of the backward
+        self._reach: dict[int, Reach] = {}  # by virtual stage
 
     def follow_units(self, gatherer: ScriptGatherer) -> None:
         """Mark the end of each pass, and count unreached gradients as zero unit by unit."""
@@ -71,22 +71,22 @@ class ScriptReducer(GradientReducer):
     def reopen(self) -> None:
         """Allow one more micro-batch after the last one, whose reductions may have started."""
         self.reductions.finish()
-        if self.reductions.replicas is not None:
-            self.reductions.replicas.reopen()
         for order in self.orders.values():
-            for gradients in order.buckets:
+            for gradients in order.chunks:
                 bucket, memory = gradients.bucket, gradients.memory
+                if gradients.reduced == self.rounds and bucket.placement.replica.index > 0:
+                    bucket.owned_slice(bucket.gradient, gradients.lands).zero_()  # one replica keeps the sum of all
                 if gradients.reduced and bucket.landing is Landing.IN_PLACE and memory is not None:
                     own = bucket.layout.shard(bucket.placement.shard.index)
                     memory[: own.start].zero_()  # each rank keeps its own shard of the sum, so that the sum counts once
                     memory[own.stop :].zero_()
                     gradients.is_empty, gradients.reduced = [False] * len(gradients.is_empty), 0
 
-    def close_unused(self, chunk: int, unit: int) -> None:
+    def close_unused(self, virtual_stage: int, unit: int) -> None:
         """Zero the gradients that the running backward cannot reach, in the units that it has left."""
-        if (order := self.orders.get(chunk)) is None or not self.is_in_pass():
+        if (order := self.orders.get(virtual_stage)) is None or not self.is_in_pass():
             return
-        graph = self._graph(chunk)
+        graph = self._graph(virtual_stage)
         for gradients, indices in graph.unused.items():
             if gradients.bucket.layout.unit in graph.visited:
                 for index in indices:  # which have not arrived in this pass
@@ -95,21 +95,23 @@ class ScriptReducer(GradientReducer):
         graph.visited.add(unit)  # a nested backward may still give its gradients, until the next unit's turn
         self.reduce_due(order)
 
-    def _graph(self, chunk: int) -> _Graph:
-        key = chunk, torch._C._current_graph_task_id()  # a nested backward has its own graph
+    def _graph(self, virtual_stage: int) -> _Graph:
+        key = virtual_stage, torch._C._current_graph_task_id()  # a nested backward has its own graph
         if key not in self._graphs:
-            unused: dict[BucketGradients, list[int]] = {}
-            reach = self._reach.setdefault(chunk, Reach(self.parameters[chunk]))
+            unused: dict[ChunkGradients, list[int]] = {}
+            order = self.orders[virtual_stage]
+            own = [parameter for parameter in self.parameters if self.chunks_of[id(parameter)][0][0] is order]
+            reach = self._reach.setdefault(virtual_stage, Reach(own))
             for parameter in reach.missing():
-                for _, gradients, index in self.parts_of[id(parameter)]:
+                for _, gradients, index in self.chunks_of[id(parameter)]:
                     unused.setdefault(gradients, []).append(index)
             self._graphs[key] = _Graph(unused)
         return self._graphs[key]
 
-    def close_pass(self, chunk: int) -> None:
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != chunk}
+    def close_pass(self, virtual_stage: int) -> None:
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != virtual_stage}
         self._mark_end_of_pass()
-        super().close_pass(chunk)
+        super().close_pass(virtual_stage)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -136,8 +138,8 @@ class ModuleReducer(ScriptReducer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._served: Callable[[], Any] = lambda: None
-        # The buckets in the order of their last gradients in the first pass.  An order is removed once it is learned.
-        self._arrived: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
+        # The chunks in the order of their last gradients in the first pass; None once the order is learned.
+        self._arrived: dict[ChunkGradients, None] | None = {}
 
     def serve(self, engine: Any) -> None:
         """Accept only gradients that a `ModuleEngine` admits.  The engine is not kept alive."""
@@ -154,34 +156,33 @@ class ModuleReducer(ScriptReducer):
         engine = self._served()
         return engine is not None and engine.is_in_pass()
 
-    def count(self, order: LaunchOrder, gradients: BucketGradients, index: int) -> None:
-        gradients.count(index, order.passes + 1)
-        if order in self._arrived and order.passes == 0:
-            self._arrived[order].pop(gradients, None)
-            self._arrived[order][gradients] = None
+    def count(self, gradients: ChunkGradients, index: int) -> None:
+        passes = self.orders[0].passes
+        gradients.count(index, passes + 1)
+        if self._arrived is not None and passes == 0:
+            self._arrived.pop(gradients, None)
+            self._arrived[gradients] = None
 
     def learn_order(self, axis: Axis) -> None:
         """Adopt the order of the gradients in the last step's first pass on the first rank.  Collective, between steps."""
-        if not (orders := list(self._arrived)):
+        if self._arrived is None:
             return
-        numbers = [{gradients: number for number, gradients in enumerate(order.buckets)} for order in orders]
-        mine = [
-            [of[gradients] for gradients in self._arrived[order]] for order, of in zip(orders, numbers, strict=True)
-        ]
-        for order, arrived in zip(orders, from_first(mine, axis), strict=True):
-            if arrived:  # else the next step's
-                _follow(order, arrived)
-                del self._arrived[order]
+        order = self.orders[0]
+        number_of = {gradients: number for number, gradients in enumerate(order.chunks)}
+        arrived = from_first([number_of[gradients] for gradients in self._arrived], axis)
+        if arrived:  # otherwise the next step's order is learned
+            _follow(order, arrived)
+            self._arrived = None
 
 
 def _follow(order: LaunchOrder, arrived: Sequence[int]) -> None:
-    """Reduce in the order `arrived`, numbers of buckets.  A bucket that is not listed follows its old neighbour."""
+    """Reduce chunks in the order `arrived` of their numbers.  A chunk that is not listed follows its old neighbour."""
     turn = {number: at for at, number in enumerate(arrived)}
     turns, beside = [], turn[min(arrived)]
-    for number in range(len(order.buckets)):
+    for number in range(len(order.chunks)):
         beside = turn.get(number, beside)
         turns.append((beside, number))
-    order.buckets = [order.buckets[number] for _, number in sorted(turns)]
+    order.chunks = [order.chunks[number] for _, number in sorted(turns)]
 
 
 class Reach:

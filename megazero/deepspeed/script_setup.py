@@ -30,8 +30,9 @@ from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import configure_by_block
-from megazero.deepspeed.script_optimizers import recipe_by_name, recipe_of
+from megazero.deepspeed.script_optimizers import factory_by_name, factory_of
 from megazero.deepspeed.script_units import ScriptModel, ScriptModule, script_units_of
+from megazero.deepspeed.script_values import load_values
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
@@ -40,9 +41,9 @@ from megazero.layers.spec import whole_spec
 from megazero.parallel_state import Axis, ParallelState, parallel_state_of
 from megazero.parallel_state.state import TIMEOUT, Groups, local_device
 from megazero.terminal import Terminal
-from megazero.zero.optimizer import OptimizerRecipe
+from megazero.zero.optimizer import OptimizerFactory
 from megazero.zero.sharding import DTYPES, ShardingSettings
-from megazero.zero.units import ModelParam, ModelParts, describe
+from megazero.zero.units import ModelParam, RankModel, describe
 
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _SEED = 1234
@@ -150,16 +151,17 @@ def _shard(
     model_parameters: Iterable[Any] | None,
 ) -> ScriptModel:
     """Shard the model's parameters and optimizer state over the ranks.  Collective."""
-    described, ties = _describe(model, state)
-    described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
-    _check_ties(described, state)
+    params, ties = _describe(model, state)
+    params, factory = _optimizer(model, params, optimizer, model_parameters, settings)
+    _check_ties(params, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
-    parts = ModelParts(script_units_of(chunks), described, ties)
-    how = ShardingSettings(settings.zero, settings.precision, recipe)
-    sharded = (ScriptModel if isinstance(model, PipelineModule) else ScriptModule)(parts, state, how)
+    values = {param.name: param.parameter.data for param in params if not param.parameter.is_meta}
+    rank_model = RankModel(script_units_of(chunks), params, ties)
+    how = ShardingSettings(settings.zero, settings.precision, factory)
+    sharded = (ScriptModel if isinstance(model, PipelineModule) else ScriptModule)(rank_model, state, how)
     seed = _SEED if settings.seed is None else settings.seed
-    sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
+    load_values(sharded, values, state.dp, deferred_values(params, seed))
     return sharded
 
 
@@ -288,22 +290,22 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[ModelParam],
     """Describe every parameter of this rank, and find the ranks that hold a copy of the tied ones."""
     if not isinstance(model, PipelineModule):
         return list(describe(model)), {}
-    described = []
+    params = []
     for index, chunk in enumerate(model.layer_chunks):
         for info in describe(chunk):
             canonical = chunk.canonical_names[info.name]
             spec, tied = info.spec, canonical in model.tied_copies
             if tied or spec.name == info.name:  # a tensor-parallel layer names its parameters itself
                 spec = whole_spec(canonical, spec.shape, tied=tied)
-            described.append(replace(info, name=f"chunks.{index}.{info.name}", spec=spec))
+            params.append(replace(info, name=f"chunks.{index}.{info.name}", spec=spec))
     # A collective call: every rank makes the axis of every tie.
     axes = {name: state.among_stages(model.holders(name)) for name in sorted(model.tied_copies)}
-    return described, {name: axis for name, axis in axes.items() if axis.size > 1}
+    return params, {name: axis for name, axis in axes.items() if axis.size > 1}
 
 
-def _check_ties(described: list[ModelParam], state: ParallelState) -> None:
+def _check_ties(params: list[ModelParam], state: ParallelState) -> None:
     """Make sure that the optimizer treats all copies of a tied parameter alike.  Raises: ValueError, on every rank."""
-    own = [(info.spec.name, info.group, info.parameter.requires_grad) for info in described if info.spec.tied]
+    own = [(info.spec.name, info.group, info.parameter.requires_grad) for info in params if info.spec.tied]
     treatment: dict[str, tuple[int, bool]] = {}
     for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
         if treatment.setdefault(name, (group, trains)) != (group, trains):
@@ -312,16 +314,16 @@ def _check_ties(described: list[ModelParam], state: ParallelState) -> None:
 
 def _optimizer(
     model: nn.Module,
-    described: list[ModelParam],
+    params: list[ModelParam],
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
     settings: DeepSpeedConfig,
-) -> tuple[list[ModelParam], OptimizerRecipe]:
-    """Return the parameters, each with its optimizer group, and the optimizer's recipe."""
+) -> tuple[list[ModelParam], OptimizerFactory]:
+    """Return the parameters, each with its optimizer group, and the optimizer's factory."""
     allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         owner = type(optimizer).__name__
-        return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
+        return _grouped(params, optimizer.param_groups, owner), factory_of(optimizer, allow_untested=allow_untested)
     trained = (p for p in model.parameters() if p.requires_grad)
     given: list[Any] = list(trained if model_parameters is None else model_parameters)
     groups = [{"params": given}]
@@ -331,20 +333,20 @@ def _optimizer(
         if not callable(optimizer):
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
         made = optimizer(groups)
-        return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
+        return _grouped(params, made.param_groups, "optimizer"), factory_of(made, allow_untested=allow_untested)
     entry = settings.json.optimizer
     if not entry.type:
         smallest = min(model.parameters(), key=Tensor.numel).requires_grad_()  # a model has something to train
-        return _grouped(described, [{"params": [smallest]}], "optimizer"), recipe_by_name("SGD", {}, [{}])
+        return _grouped(params, [{"params": [smallest]}], "optimizer"), factory_by_name("SGD", {}, [{}])
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    recipe = recipe_by_name(entry.type, dict(entry.params or {}), options)
-    return _grouped(described, groups, "model_parameters"), recipe
+    factory = factory_by_name(entry.type, dict(entry.params or {}), options)
+    return _grouped(params, groups, "model_parameters"), factory
 
 
-def _grouped(described: list[ModelParam], groups: Iterable[Mapping[str, Any]], owner: str) -> list[ModelParam]:
+def _grouped(params: list[ModelParam], groups: Iterable[Mapping[str, Any]], owner: str) -> list[ModelParam]:
     """Set the group number of each parameter, and freeze those in no group.  Raises: ValueError."""
     group_of: dict[int, int] = {}
-    known = {id(info.parameter): info.name for info in described}
+    known = {id(info.parameter): info.name for info in params}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             first = group_of.setdefault(id(parameter), number)
@@ -353,10 +355,10 @@ def _grouped(described: list[ModelParam], groups: Iterable[Mapping[str, Any]], o
                 raise ValueError(f"parameter {name} is in groups {first} and {number} of the {owner}; give it to one")
     if foreign := group_of.keys() - known.keys():
         raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
-    for info in described:
+    for info in params:
         if id(info.parameter) not in group_of:
             info.parameter.requires_grad_(False)
-    return [replace(info, group=group_of.get(id(info.parameter), 0)) for info in described]
+    return [replace(info, group=group_of.get(id(info.parameter), 0)) for info in params]
 
 
 def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from megazero.comm.backend import address_of, storage_of
 from megazero.comm.collectives import Pending, all_gather, check_order, gather_objects
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
+from megazero.deepspeed.script_values import copies_of_buckets
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import SavedWeight, SavingForward, ScheduleOrder, Unit, UnitGatherer, in_backward
 from megazero.zero.gather_buffers import GatherBuffers
-from megazero.zero.parameters import Gathering
 from megazero.zero.secondary_shard import SecondarySource
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.sharding import ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import free_memory_bytes
-from megazero.zero.units import ModelParts, UnitModule, parameter_attributes, units_of
+from megazero.zero.units import RankModel, UnitModule, parameter_attributes, units_of
 
 _ONLY_WITHIN = "under stage 3 weights are whole only within their module's forward; keep a copy (weight.clone())"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -228,10 +228,10 @@ class ScriptUnit(Unit):
     def pre_backward(self) -> None:
         was_sharded = self.is_sharded
         if was_sharded:  # before a wait for ranks that may wait for its reductions
-            self.gatherer.on_backward(self.described.chunk, self.index)
+            self.gatherer.on_backward(self.described.virtual_stage, self.index)
         super().pre_backward()
         if not was_sharded:
-            self.gatherer.on_backward(self.described.chunk, self.index)
+            self.gatherer.on_backward(self.described.virtual_stage, self.index)
 
     def watch(self, result: Any) -> Any:
         if not isinstance(result, Tensor):
@@ -264,7 +264,7 @@ class ScriptGatherer(UnitGatherer):
         on_backward: called with the chunk and the index of a unit, before the unit's backward.
     """
 
-    unit_type, buffers_type, order_type = ScriptUnit, ScriptBuffers, VisitHistory
+    only_forwards_read, unit_type, buffers_type, order_type = False, ScriptUnit, ScriptBuffers, VisitHistory
     buffers: ScriptBuffers
 
     def __init__(self, *arguments: Any) -> None:
@@ -302,12 +302,12 @@ class ScriptModel(ShardedModel):
         names: qualified names of the modules' parameters, by id.
     """
 
-    gathering = Gathering(hides=False, gatherer_type=ScriptGatherer)
+    gatherer_type = ScriptGatherer
     reducer_type = ScriptReducer
     reducer: ScriptReducer
 
-    def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
-        super().__init__(parts, state, settings)
+    def __init__(self, model: RankModel, state: ParallelState, settings: ShardingSettings) -> None:
+        super().__init__(model, state, settings)
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.gatherer = self.parameters.gatherer
         if isinstance(self.gatherer, ScriptGatherer):
@@ -359,7 +359,7 @@ class BoundParameters:
             for bucket in model.parameters.buckets
             for index, slot in enumerate(bucket.layout.slots)
         }
-        self.copies = {bucket: copies for copies in model.parameters.distinct_buckets() for bucket in copies}
+        self.copies = {bucket: copies for copies in copies_of_buckets(model.parameters.buckets) for bucket in copies}
         self.modifiers: dict[str, int | None] = {}
 
     def find(self, names: Iterable[str]) -> dict[str, tuple[Bucket, int]]:

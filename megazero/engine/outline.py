@@ -30,11 +30,11 @@ from megazero.schedules.action import Placement, Schedule, read_schedule
 from megazero.schedules.factory import GivenSchedule, ScheduleFactory
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
-from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
+from megazero.zero.optimizer import MatrixUpdate, OptimizerFactory, factory_of_class
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.sharding import DTYPES, ShardingSettings, expert_placement_of
 from megazero.zero.sharding import Placement as ZeroPlacement
-from megazero.zero.units import ModelParam, ModelParts, describe, units_of
+from megazero.zero.units import ModelParam, RankModel, describe, units_of
 
 if TYPE_CHECKING:
     from megazero.engine.balance import Routers
@@ -79,8 +79,8 @@ def _built(factory: ScheduleFactory, pp: int, microbatches: int, chunks: int) ->
     return factory.build(pp, microbatches, chunks)
 
 
-def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> OptimizerRecipe:
-    """Return the recipe of the configured optimizer.
+def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> OptimizerFactory:
+    """Return the factory of the configured optimizer.
 
     It has a parameter group with weight decay and one without; with muP, or if the optimizer updates whole matrices, a
     third group holds the matrices.  With muP the learning rate of the matrices falls as the model gets wider, and its
@@ -97,12 +97,12 @@ def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> Optimizer
         groups = [decays, plain]
         if width_ratio != 1.0:
             groups.append({"weight_decay": config.weight_decay * width_ratio, "lr_ratio": 1.0 / width_ratio})
-        return recipe_of_class(optimizer.cls, optimizer.settings(config), groups)
+        return factory_of_class(optimizer.cls, optimizer.settings(config), groups)
     others = {"lr_ratio": (config.adamw_lr or config.lr) / config.lr}
     groups = [decays | others, plain | others, decays]
-    recipe = recipe_of_class(ADAMW.cls, ADAMW.settings(config.model_copy(update={"options": ()})), groups)
+    factory = factory_of_class(ADAMW.cls, ADAMW.settings(config.model_copy(update={"options": ()})), groups)
     update = partial(optimizer.update, **optimizer.settings(config))
-    return replace(recipe, matrices=MatrixRecipe(update, optimizer.flops, config.matrix_momentum))
+    return replace(factory, matrices=MatrixUpdate(update, optimizer.flops, config.matrix_momentum))
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
@@ -277,9 +277,9 @@ def shard(
         beside: two stages of this rank may run at the same time.
     """
     modules = nn.ModuleList(built.stages)
-    recipe = optimizer_of(config.optimizer, config.model.width_ratio)
+    factory = optimizer_of(config.optimizer, config.model.width_ratio)
     experts = expert_placement_of(state, config.zero) if num_experts(config) else None
-    described = [_in_its_group(param, recipe, experts) for param in describe(modules)]
+    params = [_in_its_group(param, factory, experts) for param in describe(modules)]
     queue_of = {
         f"{index}.{name}": queue
         for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
@@ -291,26 +291,26 @@ def shard(
     units = units_of(built.stages, by_layer=not compiles, beside=beside)
     arena = None if offload is None or offload.on_host else offload.pool
     sharded = ShardedModel(
-        ModelParts(units, described, _tied_axes(described, state, placement), queue_of),
+        RankModel(units, params, _tied_axes(params, state, placement), queue_of),
         state,
-        ShardingSettings(config.zero, config.precision, recipe, arena, compiles, config.average.kind != "none"),
+        ShardingSettings(config.zero, config.precision, factory, arena, compiles, config.average.kind != "none"),
     )
     if offload is not None:
         offload.stay(bucket.weights for bucket in sharded.parameters.buckets)
     return sharded
 
 
-def _in_its_group(param: ModelParam, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> ModelParam:
+def _in_its_group(param: ModelParam, factory: OptimizerFactory, experts: ZeroPlacement | None) -> ModelParam:
     param = replace(param, placement=experts if param.spec.of_experts else None)
-    if recipe.groups == 3 and param.spec.matrix:
-        return replace(param, group=2, matrix=recipe.matrices is not None)
+    if factory.groups == 3 and param.spec.matrix:
+        return replace(param, group=2, matrix=factory.matrices is not None)
     return replace(param, group=0 if param.spec.decay else 1)
 
 
-def _tied_axes(described: Sequence[ModelParam], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
+def _tied_axes(params: Sequence[ModelParam], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
     """Return the pipeline ranks that hold a copy of each tied parameter, by its name.  A collective call over pp."""
     first, last = placement[0][0], placement[-1][0]
-    tied = [param.spec.name for param in described if param.spec.tied]
+    tied = [param.spec.name for param in params if param.spec.tied]
     if first == last or not any(gather_objects(bool(tied), state.pp)):
         return {}
     return dict.fromkeys(tied, state.among_stages([first, last], "embedding"))

@@ -33,7 +33,7 @@ from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, Op
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.sharding import Share
+from megazero.zero.sharding import ChunkSlot
 
 TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 
@@ -209,8 +209,8 @@ def _trace(
     return more, StateTrace(kinds, counted, levels, end, sent, elements, stepped, communicators, cuts, messages)
 
 
-def _unnamed(share: Share) -> Share:
-    return replace(share, slot=slot_of(share.slot.info.shape, share.slot.start))
+def _unnamed(held: ChunkSlot) -> ChunkSlot:
+    return replace(held, slot=slot_of(held.slot.info.shape, held.slot.start))
 
 
 def _in_memory(counted: Mapping[str, int]) -> int:
@@ -246,16 +246,16 @@ class _Driver:
         ]
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
-        """Return the parameters with gradients in several buckets, by (chunk, unit)."""
+        """Return the parameters with gradients in several bucket chunks, by (virtual stage, unit)."""
         model, found = self.engine.sharded_model, dict[tuple[int, int], Cuts]()
+        chunks_of, by_name = model.reducer.chunks_of, model.parameters.by_name
         for chunk, units in enumerate(self._units):
             for at, names in enumerate(units):
-                parts = {
-                    short: [bucket.shares[number] for _, bucket, number in model.reducer.parts_of[id(parameter)]]
+                of_params = {
+                    short: [gradients.chunk_slots[index] for _, gradients, index in chunks_of[id(by_name[name])]]
                     for short, (name, _) in names.items()
-                    for parameter in [model.parameters.by_name[name]]
                 }
-                cut = ((short, tuple(map(_unnamed, shares))) for short, shares in parts.items() if len(shares) > 1)
+                cut = ((short, tuple(map(_unnamed, slots))) for short, slots in of_params.items() if len(slots) > 1)
                 found[chunk, at] = tuple(cut)
         return found
 

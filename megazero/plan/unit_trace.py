@@ -49,7 +49,7 @@ from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, ke
 from megazero.plan.simulated_world import Alone
 from megazero.schedules.action import Op, Schedule
 from megazero.zero.gradients import GradientReducer
-from megazero.zero.sharding import DTYPES, ParamInfo, Pieces, Share, Slot
+from megazero.zero.sharding import DTYPES, ChunkSlot, ParamInfo, Slot, StridedBlocks
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradients"}
@@ -65,7 +65,7 @@ class LayerKey(NamedTuple):
 #: EMBEDDING, HEAD, or a key that all equal layers share.
 UnitKey: TypeAlias = str | LayerKey
 #: The parameters of a unit whose gradients lie in several buckets, and the fraction in each bucket.
-Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
+Cuts: TypeAlias = tuple[tuple[str, tuple[ChunkSlot, ...]], ...]
 
 
 DY, ADDED = "dy", "added"
@@ -522,13 +522,13 @@ class _Gradients(GradientReducer):
             self._fake.operators.append(Operator("aten.addmm.dtype_out", inputs, inputs[:1]))
         self._launch(weight)
 
-    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
+    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[ChunkSlot, Tensor, bool]]:
         name, total = self.names[id(weight)], self._sums[id(weight)]
         self.marks.arrive(name)
         slot = slot_of(tuple(weight.shape))
-        uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.interval, slot.stop)
-        for share in self._cuts.get(name, (uncut,)):
-            yield share, total[: share.stop - share.start], not self._adds
+        uncut = ChunkSlot(slot, (StridedBlocks(0, slot.stop),), 0, slot.interval, slot.stop)
+        for chunk_slot in self._cuts.get(name, (uncut,)):
+            yield chunk_slot, total[: chunk_slot.stop - chunk_slot.start], not self._adds
         if launches:
             self._launch(weight)
 

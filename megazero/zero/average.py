@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megazero.zero.bucket import Bucket
-from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
+from megazero.zero.parameters import memory_key
+from megazero.zero.storage import FILE_SLICE_ELEMENTS, FlatArray, StateMemory
 
 
 class WeightAverage:
@@ -50,12 +50,12 @@ class WeightAverage:
 
     def _pieces(self) -> Iterator[tuple[FlatArray, FlatArray, int, int]]:
         for bucket, average in self.arrays.items():
-            for start in range(0, average.numel, FILE_PART_ELEMENTS):
-                yield bucket.master, average, start, min(start + FILE_PART_ELEMENTS, average.numel)
+            for start in range(0, average.numel, FILE_SLICE_ELEMENTS):
+                yield bucket.master, average, start, min(start + FILE_SLICE_ELEMENTS, average.numel)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the average, by location."""
         sizes = Counter[str]()
         for average in self.arrays.values():
-            sizes[memory_kind("average", average.location)] += average.nbytes
+            sizes[memory_key("average", average.location)] += average.nbytes
         return dict(sizes)

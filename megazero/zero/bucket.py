@@ -41,7 +41,7 @@ class Bucket:
             gradient on.
         gradient: fp32 [owned], the reduced gradient for the optimizer, in the same location as the master weights.
         holds_weights: this rank always holds the full weights.
-        sums_whole: a step's gradients add up unsharded and are reduced at its end.
+        sums_full: a step's gradients add up in `full_gradient` and are reduced at its end.
         gathers_weights: this rank updates a shard but holds the full weights, which are gathered after every step.
         landing: where reduced gradients arrive.
     """
@@ -56,8 +56,8 @@ class Bucket:
         self.counted = own if self.placement.replica.index == 0 else Interval(0, 0)
         self.owned = own if held.state is Extent.SHARD else layout.interval
         self.gather_axis = self.placement.gather or self.placement.shard
-        self.holds_weights = held.weights is Extent.WHOLE
-        self.sums_whole = layout.trains and held.gradients is Extent.WHOLE
+        self.holds_weights = held.weights is Extent.FULL
+        self.sums_full = layout.trains and held.gradients is Extent.FULL
         self.gathers_weights = self.holds_weights and self.owned != layout.interval
         if weights is None:
             weights = torch.zeros(layout.padded_numel, dtype=self.dtype, device=policy.device)
@@ -73,7 +73,7 @@ class Bucket:
             self.master = memory.allocate(held.state_on, self.owned.size, torch.float32)
         on_device = held.state_on == "device"
         self.landing = Landing.DEVICE if on_device or policy.on_cpu or not layout.trains else Landing.HOST
-        if self.sums_whole and on_device and policy.accumulate_dtype == torch.float32:
+        if self.sums_full and on_device and policy.accumulate_dtype == torch.float32:
             self.landing = Landing.IN_PLACE
         self.full_gradient: Tensor | None = None
         self.gradient = torch.zeros(0)
@@ -82,14 +82,14 @@ class Bucket:
             self.gradient = array.read(0, self.owned.size)
 
     @property
-    def gradient_parts(self) -> tuple[Interval, ...]:
-        """The parts of the bucket that are reduced one at a time, each as an interval within every shard."""
-        return (self.layout.shard(0),) if self.sums_whole else self.layout.parts
+    def gradient_chunks(self) -> tuple[Interval, ...]:
+        """The bucket chunks that are reduced one at a time, each as an interval within every shard."""
+        return (self.layout.shard(0),) if self.sums_full else self.layout.chunks
 
     @property
     def full_gradient_bytes(self) -> int:
         """Bytes of `full_gradient` while it exists."""
-        return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.sums_whole else 0
+        return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.sums_full else 0
 
     def allocate_gradient(self) -> Tensor:
         """Return memory for a step's full gradients, [padded], with undefined content."""
@@ -108,7 +108,7 @@ class Bucket:
         if self.landing is Landing.IN_PLACE and not (self.policy.on_cpu and self.placement.sends):
             self.full_gradient, self.gradient = None, torch.zeros(0)
 
-    def owned_part(self, flat: Tensor, interval: Interval) -> Tensor:
+    def owned_slice(self, flat: Tensor, interval: Interval) -> Tensor:
         """Return elements `interval` of a tensor that covers the owned elements."""
         return flat[interval.start - self.owned.start : interval.stop - self.owned.start]
 

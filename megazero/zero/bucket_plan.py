@@ -16,7 +16,7 @@ ranks copy the data themselves while they wait: nothing is hidden, and large buc
 
 [Note: gather buffers]  Units take turns in the buffers into which stage 3 gathers their weights:
 
-    position of a unit in its chunk    0   1   2   3   4   5   6
+    position of a unit in its stage    0   1   2   3   4   5   6
     three buffers                      A   B   C   A   B   C   A
 
 While one buffer's unit computes, the other buffers are filled with the next units.  All buffers together hold the
@@ -29,10 +29,10 @@ unit has a single bucket.
 
 The gather policy decides how long a gathered unit stays:
     action    units take turns in the buffers: every forward and backward gathers what was overwritten; least memory
-    chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
+    chunk     units at the same position of different virtual stages share: a virtual stage stays until another runs
     step      each unit has its own buffer: gathered once per step; memory of the full weights
-A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Chunks that run
-at the same time share no buffers, so each has this many.
+A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Virtual stages
+that run at the same time share no buffers, so each has this many.
 """
 
 from collections import Counter
@@ -53,9 +53,9 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import added
 from megazero.zero.sharding import BLOCK, BucketLayout, ParamInfo, ShardingPolicy, ShardingSettings, Slot
 from megazero.zero.storage import StateMemory
-from megazero.zero.units import ModelParts, UnitModule, check_parameters, logical_rows
+from megazero.zero.units import RankModel, UnitModule, check_parameters, logical_rows
 
-_SMALL_PARTS = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
+_SMALL_FRACTION = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
 _ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
 _MORE_FOR_BUCKETS = 1 / 32  # gather buffers may grow by this fraction so that units have several buckets
 _FP32_BYTES = 4
@@ -63,17 +63,18 @@ DEFAULT_BYTES = 40 * 2**20
 # What one rank sends another of a bucket.  Over sockets, with half a megabyte, links of 0.3 and 1 Gbit/s stay busy beside a
 # computation; a sixteenth more, so that matrices of a power of two fit with their vectors.  NCCL's rings want more
 # (Megatron-LM's buckets grow by 4 MB with each rank).
-_SOCKET_PIECE, _DEVICE_PIECE = 2**19 + 2**15, 2**20
+_SOCKET_BYTES, _DEVICE_BYTES = 2**19 + 2**15, 2**20
 _MOST_BUCKETS = 64  # each costs the host about 0.1 ms
-# Pieces for many ranks give way to this: one bucket hides nothing, and at stage 2 the buffers would hold whole gradients.
+# What many ranks would send gives way to this: one bucket hides nothing, and stage 2's buffers would hold full gradients.
 _FEWEST_BUCKETS = 8
 # A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
 _UNSENT_BYTES = 4 * 2**20
 # From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
 # for what arrives.
 _BUFFERS = 5
-# A larger part costs less: the product of a matrix that is cut in many parts is slower by more than smaller parts hide.
-_PART_BUCKETS = 4
+# A larger chunk costs less: the product of a matrix that is cut into many chunks is slower by more than smaller chunks
+# hide.
+_CHUNK_BUCKETS = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class BucketSizes:
 
     Args:
         elements: most elements of a bucket; a larger parameter gets its own bucket, which it may share with small ones.
-        part_elements: such a parameter is reduced in parts of at most so many elements, if it can be cut; None:
+        chunk_elements: such a parameter is reduced in bucket chunks of at most so many elements, if it can be cut; None:
             `elements`.
         bucket_bytes: `zero.bucket_bytes`, or the choice of "auto"; working buffers take at most twice as much.
         cuts_units: the units of stage 3 are also cut into buckets of this size.
@@ -90,7 +91,7 @@ class BucketSizes:
 
     elements: int
     bucket_bytes: int
-    part_elements: int | None = None
+    chunk_elements: int | None = None
     cuts_units: bool = False
 
 
@@ -101,27 +102,27 @@ def bucket_sizes(
     `hides`.
 
     Args:
-        cuts: large buckets are reduced in parts through working buffers.
+        cuts: large buckets are reduced chunk by chunk through working buffers.
         hides: the network sends messages without this rank's help.
     """
     ranks, on_cpu = policy.placement.shard.size * policy.placement.replica.size, policy.on_cpu
     if setting != "auto":
         bucket_bytes = setting
     else:
-        piece = _DEVICE_PIECE if not on_cpu else _SOCKET_PIECE if hides else 0
+        sent = _DEVICE_BYTES if not on_cpu else _SOCKET_BYTES if hides else 0
         most = numel * _FP32_BYTES // _FEWEST_BUCKETS
-        bucket_bytes = max(DEFAULT_BYTES, min(_with_buffers(piece * ranks, cuts), most))
+        bucket_bytes = max(DEFAULT_BYTES, min(_with_buffers(sent * ranks, cuts), most))
     if on_cpu and not policy.placement.sends:
         bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
     elements = bucket_bytes // _FP32_BYTES
     elements = elements * 2 // _BUFFERS if cuts else elements
     smallest = policy.align * policy.placement.shard.size if cuts else 1
-    part = max(elements // smallest, 1) * smallest
+    chunk = max(elements // smallest, 1) * smallest
     if setting != "auto" or not on_cpu or not hides:
-        return BucketSizes(part, bucket_bytes)
-    elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
+        return BucketSizes(chunk, bucket_bytes)
+    elements = min(elements, max(_SOCKET_BYTES * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
     elements = max(elements // smallest, 1) * smallest
-    return BucketSizes(elements, bucket_bytes, min(part, _PART_BUCKETS * elements), cuts_units=True)
+    return BucketSizes(elements, bucket_bytes, min(chunk, _CHUNK_BUCKETS * elements), cuts_units=True)
 
 
 def _with_buffers(nbytes: int, cuts: bool) -> int:
@@ -150,17 +151,17 @@ def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int)
         if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
             step, is_cut = lcm(step, width), True
     layout = BucketLayout(f"bucket of {first.name}", tuple(slots), step)
-    return layout.in_parts_of(limit) if is_cut else layout
+    return layout.in_chunks_of(limit) if is_cut else layout
 
 
 def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
     """Whether parameters may share a bucket: all fit, or one is larger and the others are small enough to lie in one
-    part.
+    chunk.
 
     If more shared a bucket with the large parameter, they would wait for its gradient, and it for theirs.
     """
     sizes, shards = [prod(info.shape) for info in members], members[0].placement.shard.size
-    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
+    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_FRACTION) <= limit
 
 
 def plan_buckets(
@@ -169,14 +170,14 @@ def plan_buckets(
     by_unit: bool,
     bucket_elements: int,
     cuts: bool = False,
-    part_elements: int | None = None,
+    chunk_elements: int | None = None,
     cuts_units: bool = False,
     align: int,
 ) -> tuple[BucketLayout, ...]:
     """Assign every parameter to one bucket.
 
-    No bucket spans two chunks or placements, or holds both frozen and trainable parameters.  A tied parameter has its
-    own bucket, with an equal layout on all stages that hold it.
+    No bucket spans two virtual stages or placements, or holds both frozen and trainable parameters.  A tied
+    parameter has its own bucket, with an equal layout on all stages that hold it.
 
     Args:
         parameters: in forward order.
@@ -184,24 +185,24 @@ def plan_buckets(
             parameters, buckets are filled in the order in which the backward completes gradients.  A parameter larger
             than a bucket shares one only with small ones (`_fits`).
         bucket_elements: most elements of a bucket, all shards together.
-        cuts: reduce an oversized bucket that is nearly all one parameter in parts.
-        part_elements: most elements of a part, all shards together, but at least one row of each shard, or the largest
-            bucket that cannot be cut; None: `bucket_elements`.
+        cuts: reduce an oversized bucket that is nearly all one parameter chunk by chunk.
+        chunk_elements: most elements of a bucket chunk, all shards together, but at least one row of each shard, or the
+            largest bucket that cannot be cut; None: `bucket_elements`.
         cuts_units: `by_unit` gives a unit several buckets of at most `bucket_elements`, in the order of its backward.
         align: shards are a multiple of this.  With `BLOCK`, parameters that tp splits begin at a multiple, too.
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
-    most = bucket_elements if part_elements is None else part_elements
+    most = bucket_elements if chunk_elements is None else chunk_elements
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
         is_large = cuts and sum(prod(member.shape) for member in members) > most
-        return is_large and _layout(members, most, cuts=cuts, align=align).part_count > 1
+        return is_large and _layout(members, most, cuts=cuts, align=align).chunk_count > 1
 
     def may_share(last: list[ParamInfo], info: ParamInfo) -> bool:
         together = [*last, info]
         loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
-        return last[0].chunk == info.chunk and _fits(together, bucket_elements) and not loses_cut
+        return last[0].virtual_stage == info.virtual_stage and _fits(together, bucket_elements) and not loses_cut
 
     placements = list(dict.fromkeys(info.placement for info in parameters))
 
@@ -223,9 +224,9 @@ def plan_buckets(
                 groups.append(last := [])
             last.append(info)
     layouts = [_layout(members, most, cuts=cuts, align=align) for members in [*groups, *single]]
-    largest = max((layout.parts[0].stop * layout.shards for layout in layouts if layout.trains), default=0)
+    largest = max((layout.chunks[0].stop * layout.shards for layout in layouts if layout.trains), default=0)
     limit = max(most, largest)
-    return tuple(layout.in_parts_of(limit) if layout.part_count > 1 else layout for layout in layouts)
+    return tuple(layout.in_chunks_of(limit) if layout.chunk_count > 1 else layout for layout in layouts)
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def plan_buffers(
         prefetch_elements: elements that the buffers may hold beyond the largest unit, for each set of units that share
             buffers.
     """
-    chunks = [unit.chunk for unit in units]
+    stages = [unit.virtual_stage for unit in units]
     alone, sharing = list[BucketLayout](), list[_Shared]()
     of_units = Counter[tuple[int, bool]]()
     for layout in layouts:
@@ -273,7 +274,7 @@ def plan_buffers(
             alone += [] if layout.first.persistent else [layout]
         elif not layout.first.persistent:
             unit, number = units[layout.unit], of_units[layout.unit, layout.trains]
-            sharing.append(_Shared(unit.beside, layout.unit - chunks.index(unit.chunk), number, layout))
+            sharing.append(_Shared(unit.beside, layout.unit - stages.index(unit.virtual_stage), number, layout))
             of_units[layout.unit, layout.trains] += 1
     count = max((shared.position + 1 for shared in sharing), default=0)
     if gather_policy == "action":
@@ -289,7 +290,7 @@ class _Shared(NamedTuple):
     """A bucket that shares its buffer with the bucket of the same number in other units."""
 
     beside: int  # `beside` of its unit
-    position: int  # position of its unit in the chunk
+    position: int  # position of its unit in the virtual stage
     number: int  # its index among the unit's buckets
     layout: BucketLayout
 
@@ -306,7 +307,7 @@ def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The buckets and buffers that this rank allocates for its part of a model.
+    """The buckets and buffers that this rank allocates for its stages of a model.
 
     Args:
         buffers: gather buffers of stage 3; None if no weights are gathered.
@@ -325,7 +326,7 @@ class ShardingPlan:
 
 
 def plan_sharding(
-    parts: ModelParts, state: ParallelState, settings: ShardingSettings, *, may_hide: bool
+    model: RankModel, state: ParallelState, settings: ShardingSettings, *, may_hide: bool
 ) -> ShardingPlan:
     """Plan the buckets of a model.  A collective call.
 
@@ -336,50 +337,50 @@ def plan_sharding(
     Raises:
         ValueError: on every rank: the configuration does not fit the model or this machine.
     """
-    described, zero, recipe = parts.described, settings.zero, settings.recipe
-    held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
-    agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
+    params, zero, factory = model.params, settings.zero, settings.factory
+    held = gather_objects((state.at.pp, logical_rows(params, model.ties)), state.pp)
+    agree(lambda: check_parameters(params, state.at.pp, dict(held)), state.world, ValueError)
     policy = settings.policy(state)
     # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
-    axes = dict.fromkeys((param.placement or policy.placement).shard for param in described)
+    axes = dict.fromkeys((param.placement or policy.placement).shard for param in params)
     by_themselves = [runs_by_itself(axis) for axis in axes]
     hides = may_hide and all(by_themselves)
     if zero.offload.optimizer == zero.offload.parameters == "none":
-        sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
+        sizes, layouts, buffers = _plan_layouts(model, policy, zero, state.world)
         plan = ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy), hides)
         adapt = added("sharding plan").get(state.device_type)
         return plan if adapt is None else adapt(plan, state.world)
     from megazero.zero.offload import Offload, give_cores, without_auto  # few runs need it
 
-    elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
+    elements, moments = sum(param.parameter.numel() for param in params), len(factory.states)
     moments += settings.averages  # which needs as much space as another one
     offload = without_auto(zero.offload, policy, elements, moments, state.world, state.local_world_size)
     give_cores(offload, state.device, state.local_world_size)
     zero = zero.model_copy(update={"offload": offload})
-    sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
+    sizes, layouts, buffers = _plan_layouts(model, policy, zero, state.world)
     memory = Offload(offload, policy, layouts, moments)
     return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory, hides)
 
 
 def _plan_layouts(
-    parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig, world: Axis
+    model: RankModel, policy: ShardingPolicy, zero: ZeroConfig, world: Axis
 ) -> tuple[BucketSizes, tuple[BucketLayout, ...], BufferPlan | None]:
-    infos = param_infos(parts, policy, zero)
+    infos = param_infos(model, policy, zero)
     shards = max(info.placement.shard.size for info in infos)
     by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
     cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
     sizes = _agreed_sizes(policy, zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
     planned = partial(
-        plan_buckets, bucket_elements=sizes.elements, part_elements=sizes.part_elements, align=policy.align
+        plan_buckets, bucket_elements=sizes.elements, chunk_elements=sizes.chunk_elements, align=policy.align
     )
     layouts = planned(infos, by_unit=by_unit, cuts=cuts)
     if not by_unit:
         return sizes, layouts, None
     ahead = zero.prefetch_bytes // policy.dtype.itemsize
-    buffers = plan_buffers(layouts, parts.units, zero.gather_policy, ahead)
+    buffers = plan_buffers(layouts, model.units, zero.gather_policy, ahead)
     if sizes.cuts_units:
         finer = planned(infos, by_unit=by_unit, cuts=cuts, cuts_units=True)
-        finer_buffers = plan_buffers(finer, parts.units, zero.gather_policy, ahead)
+        finer_buffers = plan_buffers(finer, model.units, zero.gather_policy, ahead)
         if finer_buffers.elements <= (1 + _MORE_FOR_BUCKETS) * buffers.elements:
             return sizes, finer, finer_buffers
     return sizes, layouts, buffers
@@ -399,21 +400,21 @@ def _agreed_sizes(policy: ShardingPolicy, zero: ZeroConfig, elements: int, world
     return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
 
 
-def param_infos(parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig) -> list[ParamInfo]:
+def param_infos(model: RankModel, policy: ShardingPolicy, zero: ZeroConfig) -> list[ParamInfo]:
     """Return the description of each parameter from which buckets are planned.
 
     Raises:
         ValueError: a parameter belongs to no unit, or its dtype is not floating-point.
     """
-    units, described = parts.units, parts.described
+    units, params = model.units, model.params
     users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for module, key in unit.attributes:
             users.setdefault(id(module._parameters[key]), set()).add(index)
-    # Vectors stay whole beside matrices that travel in fp8, in buckets of their own: they would need more messages.
-    in_fp8 = {min(users.get(id(param.parameter), [-1])) for param in described if param.spec.in_fp8_squares}
+    # Beside matrices that travel in fp8, vectors would need messages of their own, so every rank holds all of them.
+    in_fp8 = {min(users.get(id(param.parameter), [-1])) for param in params if param.spec.in_fp8_squares}
     infos = []
-    for param in described:
+    for param in params:
         used_by = users.get(id(param.parameter))
         if not used_by:
             raise ValueError(f"parameter {param.name} belongs to no unit; every parameter must lie in one of the units")
@@ -427,6 +428,6 @@ def param_infos(parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig) -> 
         is_small = prod(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
         persistent = policy.zero_stage == 3 and (is_alone or is_small)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
-        place = index, units[index].chunk, param.group, trains, persistent, alone, param.matrix, placement
+        place = index, units[index].virtual_stage, param.group, trains, persistent, alone, param.matrix, placement
         infos.append(ParamInfo(param.name, shape, param.spec, *place))
     return infos

@@ -29,8 +29,8 @@ from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.sharding import intersect
 
 
-class _Part(NamedTuple):
-    """The elements of one matrix that lie in this rank's shard.
+class _OwnedRows(NamedTuple):
+    """The rows of one matrix of which elements lie in this rank's shard.
 
     Args:
         squares: the largest magnitude of each square of the matrix.
@@ -62,8 +62,8 @@ class Fp8Gather:
         self._shard_axis, self._reducing, self.is_fresh = bucket.placement.shard, Pending(), False
         grids = [tuple(-(-size // BLOCK) for size in slot.info.shape) for slot in self._slots]
         self._maxima = pool.acquire(sum(map(prod, grids)), torch.float32)
-        parts = self._maxima.split([prod(grid) for grid in grids])
-        self._squares = [part.view(grid) for part, grid in zip(parts, grids, strict=True)]
+        flats = self._maxima.split([prod(grid) for grid in grids])
+        self._squares = [flat.view(grid) for flat, grid in zip(flats, grids, strict=True)]
 
     def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
         """Start the all-gather of a bucket.  Arguments as in `all_gather`."""
@@ -72,7 +72,7 @@ class Fp8Gather:
         packed = self._pool.acquire(len(out), torch.uint8)
         mine = packed.view(axis.size, -1)[axis.index]
         try:
-            for squares, rows, matrix, skipped, at in self._parts(shard):
+            for squares, rows, matrix, skipped, at in self._owned_rows(shard):
                 rounded = quantise(matrix, squares.repeat_interleave(BLOCK, 0)[rows], BLOCK).values
                 mine[at] = rounded.view(torch.uint8).flatten()[skipped:][: at.stop - at.start]
             arrive = all_gather(packed, mine, axis, label).wait
@@ -97,14 +97,14 @@ class Fp8Gather:
             return
         self._reducing.wait()
         self._maxima.zero_()
-        for squares, rows, matrix, *_ in self._parts(shard):
+        for squares, rows, matrix, *_ in self._owned_rows(shard):
             largest = maxima(matrix, BLOCK)
             row_of_squares = torch.arange(rows.start, rows.stop, device=shard.device).unsqueeze(1) // BLOCK
             squares.scatter_reduce_(0, row_of_squares.expand_as(largest), largest, "amax")
         # not over the axis of gathers: it would queue behind the gather of the bucket before
         self._reducing, self.is_fresh = all_reduce(self._maxima, self._shard_axis, "max"), True
 
-    def _parts(self, shard: Tensor) -> Iterator[_Part]:
+    def _owned_rows(self, shard: Tensor) -> Iterator[_OwnedRows]:
         for slot, squares in zip(self._slots, self._squares, strict=True):
             held = intersect(slot.interval, self._owned)
             if held is None:
@@ -114,7 +114,7 @@ class Fp8Gather:
             at = slice(held.start - self._owned.start, held.stop - self._owned.start)
             matrix = shard.new_zeros((rows.stop - rows.start) * width)
             matrix[first % width :][: held.size] = shard[at]
-            yield _Part(squares, rows, matrix.view(-1, width), first % width, at)
+            yield _OwnedRows(squares, rows, matrix.view(-1, width), first % width, at)
 
 
 def fp8_gathers(buckets: Sequence[Bucket], pool: BufferPool) -> dict[Bucket, Fp8Gather]:

@@ -339,7 +339,7 @@ class GatherPlan:
         """
         if not self.units:
             return frozenset()
-        own, chunk = self.buckets_of[0], [unit.chunk for unit in self.units].count(self.units[0].chunk)
+        own, chunk = self.buckets_of[0], [unit.virtual_stage for unit in self.units].count(self.units[0].virtual_stage)
         ahead, _ = self.ahead({storage_of(bucket.weights): bucket for bucket in own}, range(1, chunk))
         return frozenset([*own, *ahead][: max(len(own), len(ahead))])
 
@@ -387,9 +387,11 @@ class UnitGatherer:
 
     Attributes:
         running: the units whose forward is running, outermost first.
+        only_forwards_read: after an update, nothing but a unit's own forward reads its weights without a `wait`.
         unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
 
+    only_forwards_read: ClassVar[bool] = True
     unit_type: ClassVar[type[Unit]] = Unit
     buffers_type: ClassVar[type[GatherBuffers]] = GatherBuffers
     order_type: ClassVar[type[ScheduleOrder]] = ScheduleOrder
@@ -397,7 +399,7 @@ class UnitGatherer:
     def __init__(self, plan: GatherPlan, policy: ShardingPolicy) -> None:
         self.plan, self.places, self.buckets = plan, plan.places, plan.buckets
         self.buffers = self.buffers_type(plan.buckets, policy)
-        self.order = self.order_type([unit.chunk for unit in plan.units])
+        self.order = self.order_type([unit.virtual_stage for unit in plan.units])
         self.running: list[tuple[Unit, SavingForward]] = []
         self.units = [self.unit_type(index, unit, self) for index, unit in enumerate(plan.units)]
 

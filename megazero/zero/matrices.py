@@ -5,7 +5,7 @@
 
 Momentum is sharded like all state: every rank updates its own elements.  Each matrix is then assembled on one rank, its
 owner, which computes the update and sends every rank the elements of its shard.  Fused matrices (q | k | v) are updated
-separately, and the parts of tensor-parallel ranks are joined.  Owners have equal FLOPs, as far as possible, and hold
+separately, and their tensor-parallel shards are joined.  Owners have equal FLOPs, as far as possible, and hold
 much of their matrices.  They are all ranks of a stage, or those with the same experts.  If groups of ranks hold copies
 of the state (`zero.shard_group_size`), blocks of up to 8 groups share the work, and each block iterates for itself: the
 owner's group sends it the momentum, and it sends the update to every group of its block.
@@ -27,7 +27,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, in_order_of_use
-from megazero.zero.optimizer import MOMENTUM, MatrixRecipe, ShardedOptimizer
+from megazero.zero.optimizer import MOMENTUM, MatrixUpdate, ShardedOptimizer
 from megazero.zero.sharding import BucketLayout, Interval, ShardingPolicy, Slot, intersect
 
 MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of them
@@ -48,15 +48,15 @@ class Matrix:
     Args:
         bucket: index of its bucket.
         owner: the global rank that computes the update.
-        parts: the shapes of the tensor-parallel parts, which follow one another in the buffer.
-        dim: dimension along which the parts are joined.
+        shapes: of the tensor-parallel shards, which follow one another in the buffer.
+        dim: dimension along which these shards are joined.
         sources: the fragments that ranks send to the owner; together they hold every element once.
         holders: the fragments that ranks update; they include every copy of an element.
     """
 
     bucket: int
     owner: int
-    parts: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]
     dim: int
     sources: tuple[Fragment, ...]
     holders: tuple[Fragment, ...]
@@ -64,12 +64,12 @@ class Matrix:
     @property
     def numel(self) -> int:
         """Number of elements of the whole matrix."""
-        return sum(rows * columns for rows, columns in self.parts)
+        return sum(rows * columns for rows, columns in self.shapes)
 
     def split(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of the matrix as 2-D views of the buffer."""
-        flats = buffer.split([rows * columns for rows, columns in self.parts])
-        return [flat.view(shape) for flat, shape in zip(flats, self.parts, strict=True)]
+        """Return the tensor-parallel shards of the matrix as 2-D views of the buffer."""
+        flats = buffer.split([rows * columns for rows, columns in self.shapes])
+        return [flat.view(shape) for flat, shape in zip(flats, self.shapes, strict=True)]
 
 
 def copies_in_block(copies: int, ranks: int, matrices: int) -> int:
@@ -104,17 +104,17 @@ def plan_matrices(
 
     Returns: the matrices in the order of the buckets, the same on every rank.
     """
-    pieces = [
-        piece
+    logical = [
+        matrix
         for index, layout in enumerate(layouts)
         for slot in layout.slots
-        for piece in _pieces(index, slot, len(ranks), ep)
+        for matrix in _logical_matrices(index, slot, len(ranks), ep)
     ]
 
-    def fragments(piece: _Piece, tp: int) -> Iterator[Fragment]:
+    def fragments(matrix: _LogicalMatrix, tp: int) -> Iterator[Fragment]:
         """Yield the elements on the ranks of one tensor-parallel index."""
-        layout, tp_part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
-        elements, start = piece.elements[tp_part], sum(interval.size for interval in piece.elements[:tp_part])
+        layout, tp_index = layouts[matrix.bucket], 0 if len(matrix.shapes) == 1 else tp
+        elements, start = matrix.elements[tp_index], sum(interval.size for interval in matrix.elements[:tp_index])
         size, shards = (layout.shard_numel, layout.shards) if sharded else (layout.padded_numel, 1)
         for copy in range(0, len(ranks[tp]), shards):
             for shard in range(elements.start // size, -(-elements.stop // size)):
@@ -122,17 +122,17 @@ def plan_matrices(
                 if held is not None:  # there are none where tp has more ranks than the matrix has rows
                     yield Fragment(ranks[tp][copy + shard], held, start + held.start - elements.start)
 
-    every = [tuple(interval for tp in range(len(ranks)) for interval in fragments(piece, tp)) for piece in pieces]
+    every = [tuple(found for tp in range(len(ranks)) for found in fragments(matrix, tp)) for matrix in logical]
     places = {rank: (tp, index) for tp, row in enumerate(ranks) for index, rank in enumerate(row)}
-    owners = _owners([flops(*piece.shape) for piece in pieces], every, list(places), near=sharded)
+    owners = _owners([flops(*matrix.shape) for matrix in logical], every, list(places), near=sharded)
     matrices = []
-    for piece, holders, owner in zip(pieces, every, owners, strict=True):
+    for matrix, holders, owner in zip(logical, every, owners, strict=True):
         tp, index = places[owner]
-        shards = layouts[piece.bucket].shards if sharded else 1
-        senders = [tp] if len(piece.parts) == 1 else range(len(ranks))
+        shards = layouts[matrix.bucket].shards if sharded else 1
+        senders = [tp] if len(matrix.shapes) == 1 else range(len(ranks))
         copy = {rank for sender in senders for rank in ranks[sender][index // shards * shards :][:shards]}
         sources = tuple(fragment for fragment in holders if fragment.rank in copy)
-        matrices.append(Matrix(piece.bucket, owner, piece.parts, piece.dim, sources, holders))
+        matrices.append(Matrix(matrix.bucket, owner, matrix.shapes, matrix.dim, sources, holders))
     return matrices
 
 
@@ -160,19 +160,19 @@ def _owners(
     return [owners[number] for number in range(len(work))]
 
 
-class _Piece(NamedTuple):
-    """A matrix that has no owner yet: its shape, the shape of each part, and the elements of each part in its rank's
-    bucket.
+class _LogicalMatrix(NamedTuple):
+    """A matrix that has no owner yet: its shape, and the shape of each tensor-parallel shard and the shard's elements in
+    the bucket of its rank.
     """
 
     bucket: int
     shape: tuple[int, int]
-    parts: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]
     elements: tuple[Interval, ...]
     dim: int
 
 
-def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_Piece]:
+def _logical_matrices(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_LogicalMatrix]:
     """Yield the logical matrices of one parameter."""
     spec = slot.info.spec
     # experts have the same shapes on all ranks
@@ -182,7 +182,8 @@ def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_
         firsts = [slot.start + interval.first * width for interval in rows]
         shapes = tuple((interval.stop - interval.start, width) for interval in rows)
         elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
-        yield _Piece(bucket, (rows[0].named.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
+        shape = rows[0].named.rows, spec.shape[1]
+        yield _LogicalMatrix(bucket, shape, shapes, elements, 1 if spec.split == 1 else 0)
 
 
 class MatrixStepper:
@@ -200,7 +201,7 @@ class MatrixStepper:
         plans: Mapping[Bucket, tuple[Sequence[Matrix], Axis]],
         rank: int,
         dtype: torch.dtype,
-        optimizer: MatrixRecipe,
+        optimizer: MatrixUpdate,
     ) -> None:
         self.buckets, self._rank, self._dtype, self._optimizer = list(plans), rank, dtype, optimizer
         self._axes = {bucket: axis for bucket, (_, axis) in plans.items()}
@@ -238,14 +239,15 @@ class MatrixStepper:
         self._under_way.clear()
         beta = self._optimizer.beta
         for bucket, matrices in self._matrices.items():
-            for run in [part.run for part in state.parts[bucket]]:
-                gradient, momentum = bucket.owned_part(bucket.gradient, run), state.read(MOMENTUM, bucket, run)
+            for interval in [param.interval for param in state.flat_params[bucket]]:
+                gradient = bucket.owned_slice(bucket.gradient, interval)
+                momentum = state.read(MOMENTUM, bucket, interval)
                 if factor != 1.0:
                     gradient.mul_(factor)
                 momentum.lerp_(gradient, 1.0 - beta)
                 gradient.lerp_(momentum, beta)
                 if bucket.master.location == "file":
-                    state.write(MOMENTUM, bucket, run, momentum)
+                    state.write(MOMENTUM, bucket, interval, momentum)
             flat = bucket.gradient.to(bucket.policy.device, self._dtype)
             own = {matrix: self._buffer(matrix, bucket, flat) for matrix in matrices if matrix.owner == self._rank}
             self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
@@ -263,23 +265,23 @@ class MatrixStepper:
             returning.append(self._exchange(bucket, flat, own, to_owner=False))
         for bucket, (flat, _, _), pendings in zip(self.buckets, self._under_way, returning, strict=True):
             wait_all(pendings)
-            for run in [part.run for part in state.parts[bucket]]:
-                weights, update = bucket.read(bucket.master, run), bucket.owned_part(flat, run)
+            for interval in [param.interval for param in state.flat_params[bucket]]:
+                weights, update = bucket.read(bucket.master, interval), bucket.owned_slice(flat, interval)
                 weights.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(
                     update.to(weights.device), alpha=-group["lr"]
                 )
                 for slot in bucket.layout.slots if row_factors else ():
-                    rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, run)
+                    rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, interval)
                     if rows is not None and shared is not None:
                         width, first = prod(slot.info.shape) // len(rows), shared.start - slot.start
                         top, stop = first // width, -(-(first + shared.size) // width)  # rows that this shard touches
                         each = rows[top:stop].to(weights.device).repeat_interleave(width)[first - top * width :]
-                        scaled = weights[shared.start - run.start : shared.stop - run.start]
+                        scaled = weights[shared.start - interval.start : shared.stop - interval.start]
                         scaled.mul_(each[: shared.size])
                 if bucket.master.location == "file":
-                    bucket.write(bucket.master, run, weights)
+                    bucket.write(bucket.master, interval, weights)
                     if bucket.weight_shard is not bucket.master:
-                        bucket.write(bucket.weight_shard, run, weights)
+                        bucket.write(bucket.weight_shard, interval, weights)
             yield bucket
         self._under_way.clear()
 
@@ -290,7 +292,7 @@ class MatrixStepper:
     def _buffer(self, matrix: Matrix, bucket: Bucket, flat: Tensor) -> Tensor:
         """Return memory for a whole matrix; if this rank holds all its elements, they are that memory."""
         if self._is_here(matrix):
-            return bucket.owned_part(flat, matrix.sources[0].elements)
+            return bucket.owned_slice(flat, matrix.sources[0].elements)
         return torch.empty(matrix.numel, dtype=flat.dtype, device=flat.device)
 
     def _exchange(self, bucket: Bucket, flat: Tensor, own: Mapping[Matrix, Tensor], *, to_owner: bool) -> list[Pending]:
@@ -303,7 +305,7 @@ class MatrixStepper:
         for matrix in self._matrices[bucket]:
             for rank, elements, start in matrix.sources if to_owner else matrix.holders:
                 is_owner, holds = matrix.owner == self._rank, rank == self._rank
-                shard = bucket.owned_part(flat, elements) if holds else None
+                shard = bucket.owned_slice(flat, elements) if holds else None
                 whole = own[matrix][start : start + elements.stop - elements.start] if is_owner else None
                 if shard is not None and whole is not None:
                     if not self._is_here(matrix):  # otherwise they are the same memory
@@ -316,15 +318,16 @@ class MatrixStepper:
 
     def _compute(self, matrix: Matrix, buffer: Tensor) -> None:
         """Replace the momentum of a whole matrix by its update."""
-        parts = matrix.split(buffer)
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim)
+        shards = matrix.split(buffer)
+        whole = shards[0] if len(shards) == 1 else torch.cat(shards, matrix.dim)
         update = self._optimizer.update(whole)
-        for part, new in zip(parts, update.split([part.shape[matrix.dim] for part in parts], matrix.dim), strict=True):
-            part.copy_(new)
+        sizes = [shard.shape[matrix.dim] for shard in shards]
+        for shard, new in zip(shards, update.split(sizes, matrix.dim), strict=True):
+            shard.copy_(new)
 
 
 def matrix_stepper(
-    policy: ShardingPolicy, buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState
+    policy: ShardingPolicy, buckets: Sequence[Bucket], optimizer: MatrixUpdate, state: ParallelState
 ) -> MatrixStepper:
     """Return the stepper for the matrices among these buckets.  Every rank must call this, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.first.matrix])

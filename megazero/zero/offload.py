@@ -24,7 +24,7 @@ from megazero.parallel_state import Axis
 from megazero.zero.file_store import FileStore, region_bytes
 from megazero.zero.sharding import BucketLayout, ShardingPolicy
 from megazero.zero.storage import (
-    FILE_PART_ELEMENTS,
+    FILE_SLICE_ELEMENTS,
     Extent,
     FlatArray,
     Location,
@@ -72,8 +72,8 @@ class Offload(StateMemory):
         held, total = self.residency(layout), 0
         owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
         if held.state_on == "file":
-            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
-            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
+            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_SLICE_ELEMENTS
+            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_SLICE_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
         if held.weights_on == "file":
             total += region_bytes(owned, self.policy.dtype)

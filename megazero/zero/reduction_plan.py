@@ -23,7 +23,8 @@ def reduction_queue(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
     """Return the queue that reduces these buckets.  Every rank must call this.
 
     Args:
-        bucket_bytes: `zero.bucket_bytes`; working buffers take at most twice as much, or twice the largest part.
+        bucket_bytes: `zero.bucket_bytes`; working buffers take at most twice as much, or twice the largest
+            bucket chunk.
     """
     plan, replicas = plan_reductions(policy, buckets, bucket_bytes), None
     if any(bucket.placement.replica.size > 1 for bucket in buckets):
@@ -46,10 +47,10 @@ def plan_reductions(policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_by
     axes = dict.fromkeys(way.axis for way in ways.values()) if stays else ()
     by_themselves = [runs_by_itself(axis) for axis in axes]  # no short-circuit: every rank of an axis must take part
     hides = stays and all(by_themselves)
-    sizes = {bucket: max(part.size for part in bucket.gradient_parts) * bucket.layout.shards for bucket in buckets}
+    sizes = {bucket: max(chunk.size for chunk in bucket.gradient_chunks) * bucket.layout.shards for bucket in buckets}
     largest, accumulate_bytes = max(sizes.values(), default=0), policy.accumulate_dtype.itemsize
     sent = max((way.working_bytes(largest) for way in ways.values()), default=0)
-    if all(bucket.sums_whole for bucket in buckets):
+    if all(bucket.sums_full for bucket in buckets):
         usual = max((sizes[bucket] for bucket in buckets if len(bucket.layout.slots) > 1), default=largest)
         most_bytes = max(_IN_FLIGHT * sent, 2 * bucket_bytes if sent and hides else 0)
     else:
@@ -86,9 +87,9 @@ def plan_square_sum(buckets: Sequence[Bucket], tp: Axis) -> list[tuple[Bucket, I
     parameters that all tp ranks hold, and only the first copy of a tied parameter counts.
     """
     return [
-        (bucket, run)
+        (bucket, counted)
         for bucket in buckets
         if not bucket.is_duplicate
-        for replicated, whole in bucket.layout.intervals(lambda info: info.spec.split is None)
-        if (run := intersect(whole, bucket.counted)) is not None and not (replicated and tp.index > 0)
+        for replicated, interval in bucket.layout.intervals(lambda info: info.spec.split is None)
+        if (counted := intersect(interval, bucket.counted)) is not None and not (replicated and tp.index > 0)
     ]

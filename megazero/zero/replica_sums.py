@@ -6,10 +6,10 @@ Hybrid sharding: a shard is held by one rank of every group (Zhao et al. 2023, P
     group 1    rank 2: shard a    rank 3: shard b
                replica axis: 0, 2 | 1, 3                the sums over this axis add up all groups
 
-A part of a bucket is summed once per step: after its last reduction within the group, while the backward goes on.  It
+A bucket chunk is summed once per step: after its last reduction within the group, while the backward goes on.  It
 is sent in `reduce_dtype`.  A gradient on the host is copied to the device for its sum, at the end of the step.
 
-After all reductions, parameters that every tp rank holds are summed over tp where each rank has a part of the gradient,
+After all reductions, parameters that every tp rank holds are summed over tp where each rank has a partial gradient,
 and tied parameters over their copies.
 """
 
@@ -42,24 +42,18 @@ class ReplicaSums:
         # pending, gradient, the buffer that is sent
         self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()
         self._on_host: list[tuple[Tensor, Axis]] = []  # summed at the end of the step
-        self._summed: list[tuple[Tensor, Axis]] = []
         moves, narrows = policy.device.type != "cpu", self._dtype != torch.float32
         copied = [bucket for bucket in buckets if narrows or (moves and bucket.residency.state_on != "device")]
-        parts = [part for bucket in copied if bucket.placement.replica.size > 1 for part in bucket.gradient_parts]
-        self._largest = max((part.size for part in parts), default=0)
+        chunks = [chunk for bucket in copied if bucket.placement.replica.size > 1 for chunk in bucket.gradient_chunks]
+        self._largest = max((chunk.size for chunk in chunks), default=0)
         self.most_bytes = _IN_FLIGHT * self._largest * self._dtype.itemsize
 
     def start(self, bucket: Bucket, gradient: Tensor) -> None:
-        """Start to sum this rank's part of a bucket's gradient over the replicas.  The part is already reduced within the
-        group.
-        """
+        """Start to sum a gradient of this rank's shard over the replicas.  It is already reduced within the group."""
         axis = bucket.placement.replica
-        if axis.size == 1:
-            return
-        self._summed.append((gradient, axis))
-        if bucket.landing is Landing.HOST:
+        if bucket.landing is Landing.HOST and axis.size > 1:
             self._on_host.append((gradient, axis))
-        else:
+        elif axis.size > 1:
             self._start(gradient, axis)
 
     def finish(self) -> None:
@@ -70,18 +64,9 @@ class ReplicaSums:
         self._finish_all_but(0)
 
     def begin_step(self) -> None:
-        """Finish the last step's sums and forget which gradients were summed."""
+        """Finish the sums of a failed step, and release their buffers."""
         self.finish()
         self.pool.begin_step()
-        self._summed.clear()
-
-    def reopen(self) -> None:
-        """Allow more gradients after the sums.  All replicas but the first set the sums to zero, so that they count once."""
-        self.finish()
-        for gradient, axis in self._summed:
-            if axis.index > 0:
-                gradient.zero_()
-        self._summed.clear()
 
     def _start(self, gradient: Tensor, axis: Axis) -> None:
         self._finish_all_but(_IN_FLIGHT - 1)
@@ -108,17 +93,17 @@ def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.devic
     Args:
         device: where the sum runs; the same kind on all ranks.
     """
-    parts = [
-        bucket.owned_part(bucket.gradient, run)
+    gradients = [
+        bucket.owned_slice(bucket.gradient, owned)
         for bucket in buckets
-        for partial, whole in bucket.layout.intervals(lambda info: info.spec.sum_over_tp)
-        if partial and (run := intersect(whole, bucket.owned)) is not None
+        for is_partial, interval in bucket.layout.intervals(lambda info: info.spec.sum_over_tp)
+        if is_partial and (owned := intersect(interval, bucket.owned)) is not None
     ]
-    if not parts or tp.size == 1:
+    if not gradients or tp.size == 1:
         return
-    flat = torch.cat([gradient.to(device) for gradient in parts])  # offloaded gradients are on the host
+    flat = torch.cat([gradient.to(device) for gradient in gradients])  # offloaded gradients are on the host
     all_reduce(flat, tp).wait()
-    for gradient, summed in zip(parts, flat.split([gradient.numel() for gradient in parts]), strict=True):
+    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(summed)
 
 

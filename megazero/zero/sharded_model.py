@@ -19,15 +19,16 @@ from megazero.comm.collectives import gather_objects
 from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket_plan import plan_sharding
+from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import Accumulation, GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.parameters import Gathering, ShardedParameters
+from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reduction_plan import plan_last_sums, plan_square_sum
 from megazero.zero.reductions import square_sum
 from megazero.zero.sharding import ShardingSettings
 from megazero.zero.state import ShardedState
 from megazero.zero.stepper import Stepper
-from megazero.zero.units import ModelParts
+from megazero.zero.units import RankModel
 from megazero.zero.weight_gathers import HalfSteppedError
 
 if TYPE_CHECKING:
@@ -41,31 +42,31 @@ class ShardedModel:
     Attributes:
         scale: factor on the losses of this step.
         average: of the weights; None where the run keeps none.
-        gathering: how weights reach the modules.
+        gatherer_type: class that gathers the units of stage 3.
         reducer_type: class that reduces gradients.
 
     Raises:
         ValueError, StorageError: on every rank: the configuration does not fit this machine.
     """
 
-    gathering: ClassVar[Gathering] = Gathering()
+    gatherer_type: ClassVar[type[UnitGatherer]] = UnitGatherer
     reducer_type: ClassVar[type[GradientReducer]] = GradientReducer
 
-    def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
-        self.state, self.ties, recipe = state, parts.ties, settings.recipe
-        plan = plan_sharding(parts, state, settings, may_hide=self.gathering.hides)
-        self.policy, self.parameters = plan.policy, ShardedParameters(parts, plan, state, self.gathering)
+    def __init__(self, model: RankModel, state: ParallelState, settings: ShardingSettings) -> None:
+        self.state, self.ties, factory = state, model.ties, settings.factory
+        plan = plan_sharding(model, state, settings, may_hide=self.gatherer_type.only_forwards_read)
+        self.policy, self.parameters = plan.policy, ShardedParameters(model, plan, state, self.gatherer_type)
         buckets, memory = self.parameters.buckets, self.parameters.memory
         accumulation, bucket_bytes = Accumulation(settings.zero.reduce), plan.sizes.bucket_bytes
         self.reducer = self.reducer_type(self.policy, buckets, accumulation, bucket_bytes)
-        self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
-        self._last_sums = plan_last_sums(self.reducer.buckets, state.tp, parts.ties, self.policy.device)
+        self.reducer.attach(self.parameters.by_name, model.wgrad_queues)
+        self._last_sums = plan_last_sums(self.reducer.buckets, state.tp, model.ties, self.policy.device)
         self._counted = plan_square_sum(self.reducer.buckets, state.tp)
-        self.optimizer, matrices = ShardedOptimizer(buckets, recipe, memory), None
-        if recipe.matrices is not None:
+        self.optimizer, matrices = ShardedOptimizer(buckets, factory, memory), None
+        if factory.matrices is not None:
             from megazero.zero.matrices import matrix_stepper  # which other runs do not load
 
-            matrices = matrix_stepper(self.policy, buckets, recipe.matrices, state)
+            matrices = matrix_stepper(self.policy, buckets, factory.matrices, state)
         self.stepper = Stepper(self.optimizer, matrices)
         self.average: WeightAverage | None = None
         if settings.averages:
@@ -105,7 +106,7 @@ class ShardedModel:
 
     def square_sum(self) -> Tensor:
         """Return this rank's contribution to the squared norm of gradients times `scale`, an fp64 scalar."""
-        gradients = [bucket.owned_part(bucket.gradient, interval) for bucket, interval in self._counted]
+        gradients = [bucket.owned_slice(bucket.gradient, interval) for bucket, interval in self._counted]
         return square_sum(gradients, self.policy.device)
 
     def norm_of(self, square_sum: float) -> float:
@@ -144,14 +145,21 @@ class ShardedModel:
         return not overflowed
 
     def load(self, read: Callable[[], object], loss_scaler: dict[str, Any] | None) -> None:
-        """Continue from a checkpoint, which `read` writes into the state.  For `loss_scaler` see `loaded`.
+        """Continue from a checkpoint: read the state, then update the modules' weights from the master weights.
 
         After any error the weights cannot be read until another checkpoint is loaded: some of them are the old ones.
+
+        Args:
+            read: writes the checkpoint into the state.
+            loss_scaler: a scaler's `state_dict`, or None.
         """
         with self.parameters.gathers.renewing():
             self.parameters.gathers.invalidate(self.parameters.buckets)
             read()
-            self.loaded(loss_scaler)
+            if self.scaler is not None and loss_scaler is not None:
+                self.scaler.load_state_dict(loss_scaler)
+            self.parameters.sync_from_master()
+            self.begin_step(1)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -163,18 +171,6 @@ class ShardedModel:
             yield
         finally:
             self.load(self.average.swap, None)
-
-    def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
-        """Continue from a checkpoint that was read: update the modules' weights from the master weights, and restore
-        the loss scale.
-
-        Args:
-            loss_scaler: a scaler's `state_dict`, or None.
-        """
-        if self.scaler is not None and loss_scaler is not None:
-            self.scaler.load_state_dict(loss_scaler)
-        self.parameters.sync_from_master()
-        self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
         """Return the optimizer's scalar state for each group, merged from all ranks.  A collective call."""

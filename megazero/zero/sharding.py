@@ -7,14 +7,14 @@
 Parameters are sorted by their properties, so that each optimizer group, the gradient norm and the sums over tp work on
 a few contiguous intervals of a bucket instead of on single parameters, and one collective serves the whole bucket.
 
-[Note: parts]  A parameter larger than the bucket size is reduced in parts, so that no buffer must hold all of it.  A
-part covers the same rows of every shard, so every rank owns an equal amount of it:
+[Note: bucket chunks]  A parameter larger than the bucket size is reduced chunk by chunk, so that no buffer must hold all
+of it.  A bucket chunk covers the same rows of every shard, so every rank owns an equal amount of it:
 
-    flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
-    part b       [b|b|b]                        reduced into elements b of each rank's shard
+    flat buffer  [ a b c | a b c | a b c ]      three shards, chunks a, b and c
+    chunk b      [b|b|b]                        reduced into elements b of each rank's shard
 
-All gradient buffers have the size of the largest part.  Under stage 3 that is at least a transformer block, which is
-not cut (between CPU hosts: the largest bucket of a block).  An embedding is cut into parts of that size, even if
+All gradient buffers have the size of the largest chunk.  Under stage 3 that is at least a transformer block, which is
+not cut (between CPU hosts: the largest bucket of a block).  An embedding is cut into chunks of that size, even if
 buckets are smaller.
 """
 
@@ -39,7 +39,7 @@ from megazero.parallel_state.grid import hosts_of
 from megazero.settings import divisors
 
 if TYPE_CHECKING:
-    from megazero.zero.optimizer import OptimizerRecipe
+    from megazero.zero.optimizer import OptimizerFactory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -85,7 +85,7 @@ class ShardingPolicy:
         on_cpu: whether the run's modules compute on a CPU.
         copier: moves offloaded state between host and device.
         arena: holds the working buffers of gradients; None: each buffer has its own memory.
-        quantizes_weights: stage 3 gathers weights in blocks of 8 bits.
+        quantizes_weights: stage 3 gathers weights in 8 bits, in blocks that share a scale.
         gradient_bits: bits per gradient when they are reduced over the shard axis in blocks; 0: not quantized.
         compiles: whether quantization is compiled.
     """
@@ -115,7 +115,7 @@ class ShardingSettings:
 
     zero: ZeroConfig
     precision: PrecisionConfig
-    recipe: OptimizerRecipe
+    factory: OptimizerFactory
     arena: Arena | None = None
     compiles: bool = False
     averages: bool = False
@@ -190,10 +190,10 @@ class ParamInfo:
     shape: tuple[int, ...]  # local shape, after TP
     spec: ParamSpec  # the parameter as a whole, over all ranks
     unit: int  # index of the first unit that uses it, in forward order
-    chunk: int = 0  # the model chunk of this rank that holds it
+    virtual_stage: int = 0  # index of the virtual stage of this rank that holds it
     group: int = 0  # index of its optimizer group
     trains: bool = True  # has a gradient; a frozen parameter is only sharded and saved
-    persistent: bool = False  # stage 3 keeps it whole on every rank
+    persistent: bool = False  # stage 3 keeps all of it on every rank
     alone: bool = False  # stage 3 gives it a bucket of its own
     matrix: bool = False  # the optimizer updates it as a whole matrix; its bucket holds only such parameters
     placement: Placement = ALONE  # the ranks that share it
@@ -231,7 +231,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StridedBlocks:
     """A strided set of elements: `count` blocks of `length`, which start `stride` elements apart."""
 
     start: int
@@ -252,55 +252,53 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The elements of one parameter that lie in one part of a bucket, in the order in which they lie in the part's
-    buffer.
+class ChunkSlot:
+    """The elements of one parameter that lie in one bucket chunk, in the order in which the chunk's buffer holds them.
 
-    There are at most three `pieces`: of the shard in which the parameter begins, of the shards that it fills (one piece
-    with equal distances), and of the shard in which it ends.
+    `blocks` has at most three entries: the elements in the shard in which the parameter begins, those in the shards that
+    it fills (at equal distances), and those in the shard in which it ends.
     """
 
     slot: Slot
-    pieces: tuple[Pieces, ...]
-    start: int  # of the first piece in the buffer
-    part: Interval  # elements of every shard
+    blocks: tuple[StridedBlocks, ...]
+    start: int  # index of the first element in the chunk's buffer
+    chunk: Interval  # elements of every shard
     shard_numel: int
 
     @cached_property
     def stop(self) -> int:
         """One past the last element in the buffer."""
-        return self.start + sum(piece.numel for piece in self.pieces)
+        return self.start + sum(blocks.numel for blocks in self.blocks)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the part holds the whole parameter."""
+        """Whether the chunk holds the whole parameter."""
         return self.stop - self.start == prod(self.slot.info.shape)
 
     @cached_property
-    def rows(self) -> tuple[Pieces, ...] | None:
-        """The pieces in units of the parameter's rows; None if a piece begins or ends within a row."""
+    def rows(self) -> tuple[StridedBlocks, ...] | None:
+        """The blocks in units of the parameter's rows; None if a block begins or ends within a row."""
         width = prod(self.slot.info.shape[1:])
-        every = [(piece.start, piece.length, piece.stride) for piece in self.pieces]
+        every = [(blocks.start, blocks.length, blocks.stride) for blocks in self.blocks]
         if any(number % width for numbers in every for number in numbers):
             return None
         return tuple(
-            Pieces(piece.start // width, piece.length // width, piece.count, piece.stride // width)
-            for piece in self.pieces
+            StridedBlocks(blocks.start // width, blocks.length // width, blocks.count, blocks.stride // width)
+            for blocks in self.blocks
         )
 
     def row_in_buffer(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Map rows of the parameter to rows of this share.
+        """Map rows of the parameter to rows of this chunk.
 
         Args:
             rows: int64, indices of rows of the parameter.
 
         Returns:
-            The index of each row within the share, and the number of rows of the share.  A row that lies outside gets
-            that number.
+            The index of each row among those in this chunk, and their number.  A row that lies outside gets that number.
         """
-        width, held = prod(self.slot.info.shape[1:]), self.part.stop - self.part.start
+        width, held = prod(self.slot.info.shape[1:]), self.chunk.size
         element, count = rows * width + self.slot.start, (self.stop - self.start) // width
-        within = element % self.shard_numel - self.part.start
+        within = element % self.shard_numel - self.chunk.start
         found = (element // self.shard_numel * held + within - self.start) // width
         return found.where((within >= 0) & (within < held), count), count
 
@@ -308,17 +306,19 @@ class Share:
 @dataclass(frozen=True)
 class BucketLayout:
     """Where each parameter lies in a bucket.  All parameters of a bucket have the same placement and belong to the same
-    model chunk; either all of them train or none does.
+    virtual stage; either all of them train or none does.
     """
 
     name: str  # for messages
     slots: tuple[Slot, ...]  # in order, from element 0; padding may precede a slot that begins a quantization block
-    step: int = 1  # shards are a multiple of this; in a bucket that is cut into parts it is a multiple of whole rows
-    part_count: int = 1
+    step: int = 1  # shards are a multiple of this; in a bucket that is cut into chunks it is a multiple of whole rows
+    chunk_count: int = 1
 
     @property
     def first(self) -> ParamInfo:
-        """The first parameter.  All agree with it in placement, chunk, and whether they train, persist or are matrices."""
+        """The first parameter.  All agree with it in placement, virtual stage, and whether they train, persist or are
+        matrices.
+        """
         return self.slots[0].info
 
     @property
@@ -333,7 +333,7 @@ class BucketLayout:
 
     @property
     def tie(self) -> str | None:
-        """The logical name of a parameter that several stages or chunks hold.  Such a parameter has a bucket of its
+        """The logical name of a parameter that several stages hold.  Such a parameter has a bucket of its
         own.
         """
         return self.first.spec.name if self.first.spec.tied else None
@@ -367,41 +367,41 @@ class BucketLayout:
         """Return the elements of shard `index`."""
         return Interval(index * self.shard_numel, (index + 1) * self.shard_numel)
 
-    def in_parts_of(self, limit: int) -> BucketLayout:
-        """Return the layout cut into the fewest parts of at most `limit` elements.  A part has at least one row of each
+    def in_chunks_of(self, limit: int) -> BucketLayout:
+        """Return the layout cut into the fewest chunks of at most `limit` elements.  A chunk has at least one row of each
         shard.
         """
         smallest = self.shards * self.step
-        return replace(self, part_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
+        return replace(self, chunk_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
 
     @property
-    def parts(self) -> tuple[Interval, ...]:
-        """For each part, the elements of every shard that are reduced at once; see [Note: parts]."""
-        each = -(-self.shard_numel // (self.part_count * self.step)) * self.step
+    def chunks(self) -> tuple[Interval, ...]:
+        """For each bucket chunk, the elements of every shard that it covers; see [Note: bucket chunks]."""
+        each = -(-self.shard_numel // (self.chunk_count * self.step)) * self.step
         return tuple(Interval(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
 
-    def shares(self, part: Interval) -> Iterator[Share]:
-        """Yield the share of each parameter that has elements in a part.  A bucket of one part yields empty parameters,
+    def chunk_slots(self, chunk: Interval) -> Iterator[ChunkSlot]:
+        """Yield the elements in a chunk of each parameter that has any.  A bucket of one chunk yields empty parameters,
         too.
         """
-        each, held = self.shard_numel, part.stop - part.start
+        each, held = self.shard_numel, chunk.size
         for slot in self.slots:
             if held == each:
-                yield Share(slot, (Pieces(0, slot.stop - slot.start),), slot.start, part, each)
+                yield ChunkSlot(slot, (StridedBlocks(0, slot.stop - slot.start),), slot.start, chunk, each)
                 continue
             first, last = slot.start // each, -(-slot.stop // each) - 1  # indices of shards
             ends = [
-                intersect(slot.interval, Interval(at * each + part.start, at * each + part.stop))
+                intersect(slot.interval, Interval(at * each + chunk.start, at * each + chunk.stop))
                 for at in (first, last)
             ]
-            pieces = [Pieces(end.start, end.stop - end.start) for end in ends[: last - first + 1] if end is not None]
+            blocks = [StridedBlocks(end.start, end.size) for end in ends[: last - first + 1] if end is not None]
             if last - first > 1:
-                pieces.append(Pieces((first + 1) * each + part.start, held, last - first - 1, each))
-            if pieces:
-                pieces.sort(key=lambda piece: piece.start)
-                at = pieces[0].start
-                inside = tuple(replace(piece, start=piece.start - slot.start) for piece in pieces)
-                yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
+                blocks.append(StridedBlocks((first + 1) * each + chunk.start, held, last - first - 1, each))
+            if blocks:
+                blocks.sort(key=lambda block: block.start)
+                at = blocks[0].start
+                inside = tuple(replace(block, start=block.start - slot.start) for block in blocks)
+                yield ChunkSlot(slot, inside, at // each * held + at % each - chunk.start, chunk, each)
 
     def intervals(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Interval]]:
         """Yield the longest intervals of parameters with an equal key.  Padding at the end belongs to none."""

@@ -3,7 +3,7 @@
     location of a bucket's state   updated in one call
     device                         all buckets: torch's fused kernel sees a few long tensors
     host                           one bucket, followed by the copy of its new weights to the device
-    file                           part of a bucket (`FileStepper`); the next is read and the last written meanwhile
+    file                           slice of a bucket (`FileStepper`); the next is read and the last written meanwhile
 
 If the caller gathers each bucket as soon as it is updated, buckets on the device, too, are updated one after the other,
 in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megazero.zero.bucket import Bucket
-from megazero.zero.optimizer import Part, ShardedOptimizer
+from megazero.zero.optimizer import FlatParam, ShardedOptimizer
 
 if TYPE_CHECKING:
     from megazero.zero.file_stepper import FileStepper
@@ -45,14 +45,14 @@ class Stepper:
     def __init__(self, optimizer: ShardedOptimizer, matrices: MatrixStepper | None) -> None:
         self._optimizer, self._matrices = optimizer, matrices
         self._groups_before: list[dict[str, Any]] = []  # settings of the groups before the step
-        self._elementwise = {b: parts for b, parts in optimizer.parts.items() if not b.layout.first.matrix}
+        self._elementwise = {b: params for b, params in optimizer.flat_params.items() if not b.layout.first.matrix}
         self._in_file = [bucket for bucket in self._elementwise if bucket.master.location == "file"]
         self._file: FileStepper | None = None
-        if in_file := [part for bucket in self._in_file for part in self._elementwise[bucket]]:
+        if in_file := [param for bucket in self._in_file for param in self._elementwise[bucket]]:
             from megazero.zero.file_stepper import FileStepper  # few runs need it
 
             self._file = FileStepper(in_file, optimizer.elementwise)
-        on_cuda = any(part.parameter.is_cuda for parts in optimizer.parts.values() for part in parts)
+        on_cuda = any(param.parameter.is_cuda for params in optimizer.flat_params.values() for param in params)
         self._one_call = plan_calls(self._elementwise, inf)
         self._calls = plan_calls(self._elementwise, CALL_ELEMENTS["cuda" if on_cuda else "cpu"])
 
@@ -69,9 +69,9 @@ class Stepper:
         self._prepare(factor)
         update = partial(self._update, None if factor == 1.0 else 1.0 / factor)
         copies = _WeightCopies(stepped or (lambda _: None))
-        for bucket, parts in (self._one_call if stepped is None else self._calls).items():
-            if parts:
-                update(parts)
+        for bucket, params in (self._one_call if stepped is None else self._calls).items():
+            if params:
+                update(params)
             copies.start(bucket)
         if self._file is not None:
             self._file.step(update, optimizer.torch_optimizer)
@@ -87,7 +87,7 @@ class Stepper:
         the optimizer's kernel will.
         """
         optimizer = self._optimizer
-        for bucket in optimizer.parts:
+        for bucket in optimizer.flat_params:
             if bucket.master.location == "host":  # because it is updated in place
                 bucket.master.flush()
         if self._matrices is not None:
@@ -97,20 +97,20 @@ class Stepper:
             for bucket in self._elementwise:
                 bucket.gradient.mul_(factor)
 
-    def _update(self, scale: float | None, parts: Sequence[Part]) -> None:
-        """Update some parts.  A fused kernel divides their gradients by `scale`.
+    def _update(self, scale: float | None, params: Sequence[FlatParam]) -> None:
+        """Update some flat parameters.  A fused kernel divides their gradients by `scale`.
 
-        torch's optimizer sees only these parts, with gradients, as if they were all its parameters.  A counter that it
+        torch's optimizer sees only these, with gradients, as if they were all its parameters.  A counter that it
         has in a group advances once per step.
         """
         groups, torch_optimizer = self._optimizer.groups, self._optimizer.torch_optimizer
         of_groups: dict[int, list[nn.Parameter]] = {}
-        for part in parts:
-            part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
-            of_groups.setdefault(part.group, []).append(part.parameter)
+        for param in params:
+            param.parameter.grad = param.bucket.owned_slice(param.bucket.gradient, param.interval)
+            of_groups.setdefault(param.group, []).append(param.parameter)
         if self._optimizer.scales_inside:
-            # Create it on the parts' device: the host's kernel would not wait for a copy from a GPU.
-            scale_on_device = None if scale is None else torch.full((), scale, device=parts[0].parameter.device)
+            # Create it on the parameters' device: the host's kernel would not wait for a copy from a GPU.
+            scale_on_device = None if scale is None else torch.full((), scale, device=params[0].parameter.device)
             torch_optimizer.grad_scale = scale_on_device  # type: ignore[attr-defined]
         # Copies: an interrupt leaves the groups themselves intact.
         own = {number: {**self._groups_before[number], "params": of_groups[number]} for number in sorted(of_groups)}
@@ -119,8 +119,8 @@ class Stepper:
             torch_optimizer.step()
         finally:
             torch_optimizer.param_groups = groups
-            for part in parts:
-                part.parameter.grad = None
+            for param in params:
+                param.parameter.grad = None
         for number, group in own.items():
             groups[number].update(group, params=groups[number]["params"])
 
@@ -130,16 +130,16 @@ class Stepper:
         return sizes if self._matrices is None else sizes | {"matrix_buffers": self._matrices.buffer_bytes}
 
 
-def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Bucket, list[Part]]:
-    """Return which parts to update at the turn of each bucket that is not in a file.
+def plan_calls(params: Mapping[Bucket, Sequence[FlatParam]], most: float) -> dict[Bucket, list[FlatParam]]:
+    """Return which flat parameters to update at the turn of each bucket that is not in a file.
 
     Adjacent buckets on the device share calls of at most `most` elements, at the turn of the first of them.
     """
-    calls, call, room = dict[Bucket, list[Part]](), list[Part](), 0.0
-    for bucket, own in parts.items():
+    calls, call, room = dict[Bucket, list[FlatParam]](), list[FlatParam](), 0.0
+    for bucket, own in params.items():
         if bucket.master.location == "file":
             continue
-        elements = sum(part.run.size for part in own)
+        elements = sum(param.interval.size for param in own)
         is_shared = bucket.master.location == "device"
         if not is_shared or elements > room:
             call, room = [], most if is_shared else 0.0

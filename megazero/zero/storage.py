@@ -27,7 +27,7 @@ from megazero.zero.sharding import BucketLayout, ShardingPolicy
 
 Location: TypeAlias = Literal["device", "host", "file"]
 
-FILE_PART_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
+FILE_SLICE_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
 # Paths below the root of the control groups: limit, usage, statistics.  Then the statistic of the page cache that the
 # kernel frees first.
 _CGROUPS: Final = (
@@ -175,15 +175,15 @@ def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | N
 class Extent(Enum):
     """How much of a bucket's weights, gradients or optimizer state a rank holds between uses."""
 
-    WHOLE = "whole"
+    FULL = "full"
     SHARD = "shard"
 
 
 _EXTENTS: Final = {
     # stage: weights, gradients, master weights and moments (Rajbhandari et al. 2020, figure 1)
-    0: (Extent.WHOLE, Extent.WHOLE, Extent.WHOLE),
-    1: (Extent.WHOLE, Extent.WHOLE, Extent.SHARD),
-    2: (Extent.WHOLE, Extent.SHARD, Extent.SHARD),
+    0: (Extent.FULL, Extent.FULL, Extent.FULL),
+    1: (Extent.FULL, Extent.FULL, Extent.SHARD),
+    2: (Extent.FULL, Extent.SHARD, Extent.SHARD),
     3: (Extent.SHARD, Extent.SHARD, Extent.SHARD),
 }
 
@@ -213,9 +213,9 @@ class Residency:
         """
         weights, gradients, state = _EXTENTS[zero_stage]
         if layout.first.persistent or (layout.shards == 1 and weights_on == "device"):
-            weights = Extent.WHOLE
+            weights = Extent.FULL
         if layout.shards == 1 and state_on == "device":
-            gradients = Extent.WHOLE
+            gradients = Extent.FULL
         return cls(
             weights,
             gradients,

@@ -32,7 +32,7 @@ class UnitModule:
 
     module: nn.Module
     attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each of its parameters
-    chunk: int  # the model chunk of this rank that contains it
+    virtual_stage: int  # index of the virtual stage of this rank that contains it
     spans_others: bool = False  # other units run within its forward
     beside: int = 0  # units with different numbers run at the same time and so have separate gather buffers
     readers: tuple[nn.Module, ...] = ()  # layers that wait for their own weights; empty: the module waits for all
@@ -58,35 +58,35 @@ class ModelParam:
 
 
 @dataclass(frozen=True)
-class ModelParts:
-    """This rank's part of a model, before sharding.
+class RankModel:
+    """The stages of a model on this rank, before sharding.
 
     Args:
         units: see `ShardedParameters`.
-        described: every parameter once, in forward order, with its optimizer group.
+        params: every parameter once, in forward order, with its optimizer group.
         ties: the ranks that hold a copy of a tied parameter, by its logical name.
         wgrad_queues: the queue that takes a parameter's weight gradients past autograd, by the parameter's name.
     """
 
     units: Sequence[UnitModule]
-    described: Sequence[ModelParam]
+    params: Sequence[ModelParam]
     ties: Mapping[str, Axis] = field(default_factory=dict)
     wgrad_queues: Mapping[str, WeightGradQueue] = field(default_factory=dict)
 
 
-def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = False) -> list[UnitModule]:
-    """Return the units of this rank's chunks, in forward order.
+def units_of(stages: Sequence[Any], *, by_layer: bool = False, beside: bool = False) -> list[UnitModule]:
+    """Return the units of this rank's stages, in forward order.
 
     Args:
         by_layer: let the layers of `model.readers` wait for their own weights.
-        beside: two chunks run at the same time.
+        beside: two stages run at the same time.
     """
     found = []
-    for chunk, model in enumerate(chunks):
+    for number, model in enumerate(stages):
         for module in dict.fromkeys(model.units()):
             readers = tuple(model.readers(module)) if by_layer else ()
             places = parameter_attributes(module.modules())
-            found.append(UnitModule(module, places, chunk, beside=chunk if beside else 0, readers=readers))
+            found.append(UnitModule(module, places, number, beside=number if beside else 0, readers=readers))
     return found
 
 
@@ -96,8 +96,8 @@ def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module,
 
 
 def describe(model: nn.Module) -> Iterator[ModelParam]:
-    """Yield every parameter of a module once, in module order.  A parameter without an entry in `specs` is whole on
-    every tp rank.
+    """Yield every parameter of a module once, in module order.  Tp does not split a parameter that has no
+    entry in `specs`.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -110,18 +110,18 @@ def describe(model: nn.Module) -> Iterator[ModelParam]:
             yield ModelParam(name, parameter, specs.get(key) or whole_spec(name, tuple(parameter.shape)))
 
 
-def logical_rows(described: Sequence[ModelParam], ties: Mapping[str, Axis]) -> Rows:
+def logical_rows(params: Sequence[ModelParam], ties: Mapping[str, Axis]) -> Rows:
     """Yield the rows of logical tensors that parameters hold, except for tensors that several stages share."""
     return [
         (rows.name, rows.offset, rows.offset + rows.rows, param.name)
-        for param in described
+        for param in params
         if not param.spec.tied
         for rows in param.spec.names.rows
         if rows.name not in ties
     ]
 
 
-def check_parameters(described: Sequence[ModelParam], stage: int, held: Mapping[int, Rows]) -> None:
+def check_parameters(params: Sequence[ModelParam], stage: int, held: Mapping[int, Rows]) -> None:
     """Check that at least one parameter trains, and that no two parameters have the same name in a checkpoint.
 
     Args:
@@ -130,7 +130,7 @@ def check_parameters(described: Sequence[ModelParam], stage: int, held: Mapping[
     Raises:
         ValueError: no parameter trains on this rank, or two parameters would be written as the same tensor.
     """
-    if not any(param.parameter.requires_grad for param in described):
+    if not any(param.parameter.requires_grad for param in params):
         hint = "there is nothing to train there"
         raise ValueError(f"pipeline stage {stage} has no parameter that requires a gradient: {hint}")
     every = sorted((name, first, end, at, param) for at, rows in held.items() for name, first, end, param in rows)

@@ -303,8 +303,8 @@ def _parts_and_buffers(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     buckets = engine.sharded_model.parameters.buckets
     return {
-        "parts": [len(bucket.gradient_parts) for bucket in buckets],
-        "block": max(bucket.layout.padded_numel for bucket in buckets if len(bucket.gradient_parts) == 1),
+        "parts": [len(bucket.gradient_chunks) for bucket in buckets],
+        "block": max(bucket.layout.padded_numel for bucket in buckets if len(bucket.gradient_chunks) == 1),
         "buffers": engine.memory_bytes()["gradient_buffers"],
     }
 

@@ -358,7 +358,7 @@ def _calls(
         engine.train_step(micro_batches(run, state, 1), LR)
         Traffic.add = add  # type: ignore[method-assign]
         reducer = engine.sharded_model.reducer
-        parts = sum(len(bucket.gradient_parts) for bucket in reducer.buckets)
+        parts = sum(len(bucket.gradient_chunks) for bucket in reducer.buckets)
         found.append((calls, parts, reducer.reductions.buffer_bytes - reducer.reductions.most_buffer_bytes))
     return found
 
