@@ -220,7 +220,7 @@ def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) ->
         torch.ones(1, 4, SEQ, SIZE),
         torch.ones(shape),
     )
-    with pytest.raises(ValueError, match="keys and values must have the queries' type, batch, seq and size"):
+    with pytest.raises(ValueError, match="keys and values must have the queries' dtype, batch, seq and size"):
         attention.attend(q, keys, keys, shard)
     with pytest.raises(ValueError, match="keys and values must have"):
         attention.attend(q, q, keys, shard)
