@@ -7,8 +7,9 @@ tensors on a device that an annex supports   the annex's backend, at the seam "b
 [Note: why an annex adds no process group]  The transports of CPU ranks were tried as a Python `ProcessGroup` that torch's
 calls reach.  On two ranks, steps of ZeRO-1 and ZeRO-3 took the same time, and a small all-reduce took 1.1 times as long.
 But torch's calls take only contiguous tensors, so an all-to-all of heads needs two copies: it took 1.6 times as long, and a
-step with cp = 2 took 1.06 times the host's time.  They also take no label and no memory for arriving terms, and have no
-ring shift: send and receive through gloo took 3 to 15 times as long as one through shared memory.
+step with cp = 2 took 1.06 times the host's time.  They have no argument for a gather's label, nor for the memory into which
+a reduce-scatter over sockets receives its terms, which the plan counts.  They have no ring shift either: send and receive
+through gloo took 3 to 16 times as long as a shift through shared memory.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Measures the collectives of CPU ranks on this host, for `megazero calibrate`.
+"""Measure the collectives of CPU ranks on this host, for `megazero calibrate`.
 
 all_reduce 4  |  64 B  16 KiB  128 KiB  512 KiB  2 MiB  8 MiB      several calls in a row, several times: the median
 """
@@ -20,7 +20,8 @@ _CALLS = 8
 def collective_samples(rank: int, rounds: int = 12) -> dict[str, tuple[tuple[float, float], ...]]:
     """Measure every collective over the default process group, whose ranks are all on this host.
 
-    Returns: "all_reduce 4" (the collective and the number of ranks) -> (bytes, seconds) of each size, averaged over ranks.
+    Returns:
+        (bytes, seconds) of each size, averaged over the ranks, by collective and number of ranks, such as "all_reduce 4".
     """
     world = dist.get_world_size()
     axis = ParallelState(RankGrid(dp=world), rank, Links(local_world_size=world)).dp
@@ -48,7 +49,7 @@ def _seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return a call of each collective on a buffer of `count` fp32 elements, with the bytes that a rank sends."""
+    """Return, for each collective, a function that runs it on `count` fp32 elements, and the bytes that a rank sends."""
     whole, other, shard = torch.zeros(count), torch.zeros(count), torch.zeros(count // axis.size)
     x, out, sent = whole.view(axis.size, -1), other.view(axis.size, -1), 4 * count * (axis.size - 1) // axis.size
     found: dict[str, tuple[Callable[[], object], int]] = {
