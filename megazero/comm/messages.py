@@ -136,11 +136,11 @@ def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor]
     return works
 
 
-def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
+def combine(out: Tensor, terms: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
     """Combine at least two tensors pairwise, in rank order; `out` may be the first or the second of them."""
-    op(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        op(out, part, out=out)
+    op(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        op(out, term, out=out)
 
 
 def encoded(label: str) -> bytes:
@@ -252,9 +252,9 @@ def _spread(message: bytes, axis: Axis) -> bytes:
 
 def _send(message: bytes, axis: Axis, index: int) -> None:
     begin = len(message).to_bytes(8, "little") + message
-    for part in (begin[:_FIRST_BYTES].ljust(_FIRST_BYTES), begin[_FIRST_BYTES:]):
-        if part:
-            leaving = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    for block in (begin[:_FIRST_BYTES].ljust(_FIRST_BYTES), begin[_FIRST_BYTES:]):
+        if block:
+            leaving = torch.frombuffer(bytearray(block), dtype=torch.uint8)
             dist.send(leaving, axis.ranks[index], axis.host_group, OBJECT_TAG)
 
 

@@ -30,7 +30,7 @@ _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
 _LOOK_SECONDS: Final = 2.0  # between two attempts to take the lock of a large pair, for which a whole cluster may wait
 _TURN_SECONDS: Final = 1.0  # of waiting for another process, until it says so
 _CHECKS: Final = 1  # raised where `_verify` checks more: what was verified before is verified again
-_PARTS: Final = (  # of a fingerprint, after its version
+_HASHED: Final = (  # of a fingerprint, after its version
     "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
     "the tokenizer (data.tokenizer, data.eod_token)",
     "the tokens (data.sources)",
@@ -197,15 +197,15 @@ def fingerprint_of(order: Sequence[object], tokenizer: str, contents: Sequence[s
     return "-".join(("2", order_hash, tokenizer, content_hash))
 
 
-def parts_of(fingerprint: str) -> dict[str, str]:
+def hashes_in(fingerprint: str) -> dict[str, str]:
     """Return the hashes in a fingerprint, by what they identify; empty for fingerprints of earlier releases or scripts."""
-    version, *parts = fingerprint.split("-")
-    return dict(zip(_PARTS, parts, strict=True)) if version == "2" and len(parts) == len(_PARTS) else {}
+    version, *hashes = fingerprint.split("-")
+    return dict(zip(_HASHED, hashes, strict=True)) if version == "2" and len(hashes) == len(_HASHED) else {}
 
 
-def tokenizer_part(fingerprint: str) -> str | None:
+def tokenizer_hash(fingerprint: str) -> str | None:
     """Return the tokenizer's fingerprint within the fingerprint of a run's data; None if unknown."""
-    return parts_of(fingerprint).get(_PARTS[1])
+    return hashes_in(fingerprint).get(_HASHED[1])
 
 
 def is_of_earlier_release(fingerprint: str) -> bool:
@@ -218,9 +218,9 @@ def changes_between(saved: str, now: str) -> list[str]:
 
     That is so for "" (no data has been read yet) and for fingerprints of an earlier release.
     """
-    old, new = parts_of(saved), parts_of(now)
+    old, new = hashes_in(saved), hashes_in(now)
     if saved in ("", now) or (new and is_of_earlier_release(saved)):
         return []
     if not (old and new):
         return [f"the data (fingerprint {saved}, now {now})"]
-    return [name for name in _PARTS if old[name] != new[name]]
+    return [name for name in _HASHED if old[name] != new[name]]

@@ -1,4 +1,4 @@
-"""The part of each global batch that a rank reads, in micro-batches.
+"""The slice of each global batch that a rank reads, in micro-batches.
 
 global batch    [ dp 0 | dp 1 | dp 2 | dp 3 ]   each dp rank's slice is cut into micro-batches
 not divisible   [ dp 0 | dp 1 | dp 2 | dp]      samples beyond the end are read, but all labels are masked
@@ -26,8 +26,8 @@ _WHOLE = Axis("cp")
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The part of each global batch that a rank needs: its slice over `dp`, and its sequence shard of context
-    parallelism.
+    """The slice of each global batch that a rank needs: the samples of its dp index, and of each sample its sequence
+    shard of context parallelism.
 
     Args:
         dp: the data-parallel axis.

@@ -1,4 +1,4 @@
-"""Parts of a run that follow from its configuration: schedule, optimizer, stages, and their shards on a rank."""
+"""What follows from the configuration of a run: schedule, optimizer, stages, and their shards on a rank."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def routers_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStag
 
 
 def batch_slice_of(config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> BatchSlice:
-    """Return the description of the part of each global batch that a rank with these stages needs."""
+    """Return the slice of each global batch that a rank with these stages needs."""
     return BatchSlice(
         state.dp,
         state.device,

@@ -18,7 +18,7 @@ from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.config.schema import sections
-from megazero.data.identity import changes_between, stored_identity, tokenizer_part
+from megazero.data.identity import changes_between, stored_identity, tokenizer_hash
 from megazero.data.tokenizer import load_tokenizer
 from megazero.models.registry import FAMILIES
 from megazero.optim import lr_schedule
@@ -212,7 +212,7 @@ def check_same_run(
         names.append("data")
         faults.append(
             f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
-            + (_end_of(config, stored) if tokenizer_part(stored) != tokenizer_part(data_fingerprint) else "")
+            + (_end_of(config, stored) if tokenizer_hash(stored) != tokenizer_hash(data_fingerprint) else "")
             + _other_sources(config, trainer)
         )
     if faults:
@@ -243,7 +243,7 @@ def _end_of(config: RunConfig, stored: str) -> str:
         then = load_tokenizer(config.data.tokenizer, None, stored)
     except (OSError, ValueError):
         return ""
-    is_it = then.eod_token and then.fingerprint == tokenizer_part(stored)
+    is_it = then.eod_token and then.fingerprint == tokenizer_hash(stored)
     return f". data.eod_token = {toml_value(then.eod_token)} ends documents as before" if is_it else ""
 
 

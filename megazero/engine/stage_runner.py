@@ -173,7 +173,7 @@ class StageRunner:
         device = self._model.policy.device
         return tuple(found[0] if found else torch.zeros_like(like, device=device) for found, like in inputs) or None
 
-    def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
+    def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  the oldest is always next
         wgrad_queue = self._chunks[chunk].wgrad_queue
         if wgrad_queue.defers:  # otherwise `backward` computed all gradients
             wgrad_queue.run_oldest()

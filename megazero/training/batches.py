@@ -16,7 +16,7 @@ from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
 from megazero.data.corpus import ValidationStream
-from megazero.data.identity import parts_of
+from megazero.data.identity import hashes_in
 from megazero.data.sampler import DataError, Stream, UnfitDataError
 from megazero.engine.micro_batches import BatchSlice, placed, read_on_host
 from megazero.models.gpt import MicroBatch
@@ -99,21 +99,19 @@ def open_same_corpus(config: RunConfig, world: Axis, log: Log = lambda _: None) 
     corpus = agree_in_time(lambda: open_corpus_of(config, log), world, DataError, seconds)
     own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
     if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
-        order, tokenizer, _ = parts_of(corpus.fingerprint).items()
-        parts = dict([order, tokenizer, *corpus.contents.items()])
-        raise DataError(_differences(gather_objects((socket.gethostname(), parts), world)))
+        order, tokenizer, _ = hashes_in(corpus.fingerprint).items()
+        hashes = dict([order, tokenizer, *corpus.contents.items()])
+        raise DataError(_differences(gather_objects((socket.gethostname(), hashes), world)))
     return corpus
 
 
 def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
-    """Describe the parts of the data in which ranks differ.  `ranks`: the host of each rank, and the hashes of its data
-    by part.
-    """
+    """Describe the data in which ranks differ.  `ranks`: the host of each rank, and the hashes of its data by name."""
     lines = ["the ranks do not read the same data:"]
-    for name in dict.fromkeys(name for _, parts in ranks for name in parts):
+    for name in dict.fromkeys(name for _, hashes in ranks for name in hashes):
         holders: dict[str, list[int]] = {}
-        for rank, (_, parts) in enumerate(ranks):
-            holders.setdefault(parts.get(name, "none"), []).append(rank)
+        for rank, (_, hashes) in enumerate(ranks):
+            holders.setdefault(hashes.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {name}")
             for value, own in holders.items():

@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks, the store that holds them, and what they say about a collective that did not finish.
+"""Heartbeats of the ranks, the store that holds them, and what they reveal about a collective that did not finish.
 
 rank 3, read twice       count 41 -> 41    it does not respond
                          count 41 -> 43    it is alive: in another collective, or outside any
@@ -56,19 +56,19 @@ def explain_missing_ranks(
     """
     known = sorted({*ranks, *before, *after})
     texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in known if is_dead(rank, before, after)]
-    for rank, beat in sorted(after.items()):
-        if beat.ended and not beat.lost:
-            texts.append(f"rank {rank} ended in step {beat.step}: {beat.ended}")
+    for rank, heartbeat in sorted(after.items()):
+        if heartbeat.ended and not heartbeat.lost:
+            texts.append(f"rank {rank} ended in step {heartbeat.step}: {heartbeat.ended}")
     if texts:
         return listed(texts, separator="; ")
 
-    def takes_part(beat: Heartbeat) -> bool:
+    def has_joined(heartbeat: Heartbeat) -> bool:
         if axis in _IN_STEP:
-            return beat.begun.get(axis, 0) >= mine.begun.get(axis, 0)
-        return beat.is_inside and beat.axis == axis
+            return heartbeat.begun.get(axis, 0) >= mine.begun.get(axis, 0)
+        return heartbeat.is_inside and heartbeat.axis == axis
 
-    missing = [rank for rank in ranks if not takes_part(after[rank])]
-    outside = [rank for rank, beat in after.items() if not (beat.is_inside or beat.ended) and beat.step <= mine.step]
+    missing = [rank for rank in ranks if not has_joined(after[rank])]
+    outside = [rank for rank, peer in after.items() if not (peer.is_inside or peer.ended) and peer.step <= mine.step]
     outside.sort(key=lambda rank: -after[rank].seconds)
     # A rank that waits for others is no cause. First those of the axis that do something else, then such ranks anywhere.
     causes = (
@@ -88,36 +88,36 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
     return not after[rank].ended and rank in before and before[rank].count == after[rank].count
 
 
-def waits_for_another(beats: Heartbeats, since: float) -> bool:
+def waits_for_another(heartbeats: Heartbeats, since: float) -> bool:
     """Whether a rank that has written a heartbeat since this time of day is doing something that others must wait for."""
-    return any(beat.at >= since and not (beat.waits or beat.ended) for beat in beats.values())
+    return any(heartbeat.at >= since and not (heartbeat.waits or heartbeat.ended) for heartbeat in heartbeats.values())
 
 
-def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
-    if beat is None:
+def _text_of_dead(rank: int, heartbeat: Heartbeat | None, now: float) -> str:
+    if heartbeat is None:
         return f"rank {rank} does not respond (it has sent no heartbeat)"
-    ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
-    return f"rank {rank} does not respond (at its last heartbeat, {ago:.0f} s ago, it was {_doing(beat)})"
+    ago = max(0.0, now - heartbeat.at)  # clocks of hosts may differ a little
+    return f"rank {rank} does not respond (at its last heartbeat, {ago:.0f} s ago, it was {_doing(heartbeat)})"
 
 
-def _doing(beat: Heartbeat) -> str:
+def _doing(heartbeat: Heartbeat) -> str:
     words = {TRAINING: "in step", EVALUATING: "evaluating after step", SAVING: "saving step", BETWEEN: "after step"}
-    return f"{words[beat.phase]} {beat.step}" if beat.phase in words else beat.phase
+    return f"{words[heartbeat.phase]} {heartbeat.step}" if heartbeat.phase in words else heartbeat.phase
 
 
-def _text_of_living(rank: int, beat: Heartbeat) -> str:
-    if beat.ended:
-        return f"rank {rank} has lost a peer itself: {beat.ended}"
-    doing = _doing(beat)
-    collective = f"{beat.operation} over {beat.axis}"
-    if beat.is_inside:
-        return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"
-    last = f", the last was {collective}" if beat.operation else ""
-    return f"rank {rank} is alive, {doing}, outside any collective for {beat.seconds:.0f} s{last}"
+def _text_of_living(rank: int, heartbeat: Heartbeat) -> str:
+    if heartbeat.ended:
+        return f"rank {rank} has lost a peer itself: {heartbeat.ended}"
+    doing = _doing(heartbeat)
+    collective = f"{heartbeat.operation} over {heartbeat.axis}"
+    if heartbeat.is_inside:
+        return f"rank {rank} is alive, {doing}, in {collective} for {heartbeat.seconds:.0f} s"
+    last = f", the last was {collective}" if heartbeat.operation else ""
+    return f"rank {rank} is alive, {doing}, outside any collective for {heartbeat.seconds:.0f} s{last}"
 
 
 def store_of_run(store: Store, run: str) -> Store:
-    """Return the part of the process group's store that belongs to a run, over a new connection.
+    """Return the run's own keys in the store of the process group, over a new connection.
 
     Args:
         store: the store of the process group.
@@ -133,7 +133,7 @@ def store_of_run(store: Store, run: str) -> Store:
 def missing_keys(store: Store, keys: Sequence[str]) -> list[str]:
     """Return the keys that nobody has written.
 
-    A store can tell only whether all of some keys exist, so this asks for all keys, and if some are missing for each half.
+    A store answers only whether all of some keys exist, so this asks for all keys, and if some are missing, for each half.
     """
     if not keys or store.check(list(keys)):
         return []
@@ -147,9 +147,9 @@ class HeartbeatStore:
     def __init__(self, store: Store, run: str) -> None:
         self._store = store_of_run(store, run)
 
-    def write(self, rank: int, beat: Heartbeat) -> None:
+    def write(self, rank: int, heartbeat: Heartbeat) -> None:
         """Replace a rank's heartbeat."""
-        self._store.set(str(rank), json.dumps(asdict(beat), separators=(",", ":")))
+        self._store.set(str(rank), json.dumps(asdict(heartbeat), separators=(",", ":")))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """Return the heartbeats of these ranks, as far as they have written any."""
@@ -164,11 +164,11 @@ class HeartbeatStore:
         if is_over or not self._store.check([_REQUEST]):
             self._store.set(_REQUEST, _OVER if is_over else "")
 
-    def tell(self, found: str) -> None:
-        """Tell the other ranks which ranks are lost."""
+    def publish(self, found: str) -> None:
+        """Publish which ranks are lost, for the other ranks."""
         self._store.set(_FOUND, found)
 
-    def told(self) -> str:
+    def findings(self) -> str:
         """Return what another rank has reported about lost ranks; empty if nothing."""
         return self._store.get(_FOUND).decode() if self._store.check([_FOUND]) else ""
 

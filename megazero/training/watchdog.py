@@ -5,11 +5,11 @@
     rank 3   beat . . . . beat . X
 
 A thread on each rank writes heartbeats into the store of the process group; a step never waits for it.  On request every
-rank writes one at every tick, and a rank whose counter stands still is dead.  The thread also ends its own process if
+rank writes one at every tick, and a rank with a counter that stands still is dead.  The thread also ends its own process if
 nothing else would: see `_waits_for_others`.
 
 Where ranks communicate through the memory of their GPUs, nobody notices a peer that has died.  So a rank that waits looks
-at the heartbeats of the next one, and whoever finds it silent ends, and with it all that wait:
+at the heartbeats of the next one.  If they stop, it ends itself, and so all ranks that wait end one after another:
 
     0 --> 1 --> 2 --> 3 X       one key for each rank to read: all heartbeats for all ranks would be too much for the store
     ^-----------------'
@@ -50,7 +50,7 @@ from megazero.training.heartbeat import (
 T = TypeVar("T")
 
 FLIGHT_RECORDS = "flight-recorder"
-_TICKS_PER_BEAT, _SECONDS_PER_BEAT = 10, 10.0  # at most, unless heartbeats are requested
+_TICKS_PER_HEARTBEAT, _SECONDS_PER_HEARTBEAT = 10, 10.0  # at most, unless heartbeats are requested
 _DONE = "it was done"
 _WHOLE_WORLD = 1024  # up to this many ranks, all heartbeats are read; beyond that, those of the axis
 
@@ -80,7 +80,7 @@ class Watchdog:
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
         self._at = (0, STARTING, time.perf_counter())
         self._first_steps: dict[str, int] = {}  # by phase
-        self._next, self._next_count, self._silent_ticks = (state.rank + 1) % state.world.size, -1, 0
+        self._next, self._next_count, self._missed_ticks = (state.rank + 1) % state.world.size, -1, 0
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
         self._store: HeartbeatStore | None = None
@@ -89,7 +89,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """Note that this rank begins to do something: TRAINING, EVALUATING, SAVING or BETWEEN, in this step."""
+        """Record that this rank begins a phase of a step: TRAINING, EVALUATING, SAVING or BETWEEN."""
         self._first_steps.setdefault(phase, step)
         self._at = (step, phase, time.perf_counter())
 
@@ -98,14 +98,14 @@ class Watchdog:
         os._exit(1)
 
     def open_store(self) -> Store | None:
-        """The run's part of the store, over a connection of the caller's own; None outside a run of several ranks."""
+        """Return the run's own keys in the store, over a new connection; None outside a run of several ranks."""
         return store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
 
     def __enter__(self) -> Self:
         if self.state.world.size > 1:
             self._run = from_first(uuid.uuid4().hex[:8], self.state.world)
             self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
-            self._store.write(self.state.rank, self._beat())
+            self._store.write(self.state.rank, self._heartbeat())
             self._thread.start()
         return self
 
@@ -123,7 +123,7 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=max(1.0, self._tick))
 
-    def _beat(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         (step, phase, _), last = self._at, self.state.traffic.last
         collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
@@ -142,17 +142,17 @@ class Watchdog:
         return time.perf_counter() - max(self._at[2], traffic.advanced, last)
 
     def _leave(self, why: str, *, lost: bool = False) -> None:
-        """Let the other ranks know why this one leaves the run."""
+        """Publish why this rank leaves the run."""
         self._ended, self._lost = why, lost
         _within(self._patience, self._write_heartbeat)
 
     def _write_heartbeat(self) -> None:
         if self._store is not None:
-            self._store.write(self.state.rank, self._beat())
+            self._store.write(self.state.rank, self._heartbeat())
 
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
-        """Say what the peers do, within a bounded time even if the store does not answer."""
-        others, mine = [rank for rank in ranks if rank != self.state.rank], self._beat()
+        """Describe what the peers do, within a bounded time even if the store does not answer."""
+        others, mine = [rank for rank in ranks if rank != self.state.rank], self._heartbeat()
         return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
             "nothing is known of the other ranks: the store with their heartbeats does not answer; "
             "its host may be the one that is lost"
@@ -161,7 +161,7 @@ class Watchdog:
     def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self.state.world.ranks
         assert store is not None
-        if is_over and (found := store.told()):  # another rank has searched: all of them read from one store
+        if is_over and (found := store.findings()):  # another rank has searched: all of them read from one store
             return found
         ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else [*others, self._next]
         before = store.read(ranks)
@@ -174,12 +174,12 @@ class Watchdog:
             silent = [rank for rank in silent if is_dead(rank, before, after)]
             if time.monotonic() > until or not silent:
                 found = explain_missing_ranks(axis, others, mine, before, after)
-                if is_over and (silent or any(beat.ended and not beat.lost for beat in after.values())):
-                    store.tell(found)  # it holds for every axis
+                if is_over and (silent or any(heartbeat.ended and not heartbeat.lost for heartbeat in after.values())):
+                    store.publish(found)  # it holds for every axis
                 return found
 
     def _record(self) -> str:
-        """Write what torch has recorded of this rank's last collectives, where this build of torch does, and say where."""
+        """Write torch's record of this rank's last collectives, if this build of torch has one.  Returns where it is."""
         recorder = "_dump_nccl_trace_json" if self._is_on_cuda else "_dump_fr_trace_json"
         path = self._folder / FLIGHT_RECORDS / f"rank-{self.state.rank}.json"
 
@@ -194,12 +194,12 @@ class Watchdog:
     def _watch(self) -> None:
         store, ticks = self._store, 0
         assert store is not None
-        ticks_per_beat = min(_TICKS_PER_BEAT, max(1, round(_SECONDS_PER_BEAT / self._tick)))
+        ticks_per_heartbeat = min(_TICKS_PER_HEARTBEAT, max(1, round(_SECONDS_PER_HEARTBEAT / self._tick)))
         while not self._over.wait(self._tick):
             ticks += 1
             with suppress(RuntimeError):  # a dead store is no reason to stop watching this rank
                 is_requested, self._is_over = store.requested()
-                if is_requested or ticks % ticks_per_beat == 0:
+                if is_requested or ticks % ticks_per_heartbeat == 0:
                     self._write_heartbeat()
                 self._check_next_rank(store)
             self._check_own_progress()
@@ -211,13 +211,13 @@ class Watchdog:
         """
         idle = self._seconds_without_progress()
         if not self._waits_for_others() or idle < self.silence_seconds / 3:
-            self._silent_ticks = 0
+            self._missed_ticks = 0
             return
-        beat = store.read([self._next]).get(self._next)
-        is_silent = beat is None or (beat.count == self._next_count and beat.ended != _DONE)
-        self._next_count = -1 if beat is None else beat.count
-        self._silent_ticks = self._silent_ticks + 1 if is_silent else 0  # ticks: who was suspended gives others time
-        if self._silent_ticks * self._tick > self.silence_seconds:
+        heartbeat = store.read([self._next]).get(self._next)
+        is_missing = heartbeat is None or (heartbeat.count == self._next_count and heartbeat.ended != _DONE)
+        self._next_count = -1 if heartbeat is None else heartbeat.count
+        self._missed_ticks = self._missed_ticks + 1 if is_missing else 0  # ticks: who was suspended gives others time
+        if self._missed_ticks * self._tick > self.silence_seconds:
             self._write_heartbeat()
             if not waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
                 self._give_up(idle)
@@ -264,7 +264,7 @@ class Watchdog:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of a call; None where it fails or takes longer."""
+    """Return the result of a call; None if it fails or takes longer than `seconds`."""
     with suppress(Exception):
         return in_thread(call).result(seconds)
     return None

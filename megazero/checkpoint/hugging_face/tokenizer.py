@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
-from megazero.data.identity import tokenizer_part
+from megazero.data.identity import tokenizer_hash
 from megazero.data.sealed import parse_json
 from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_path
 
@@ -53,7 +53,7 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
     files = tokenizer_files(LocalFolder(path.parent)) if path.name == TOKENIZER else {}
     files |= {TOKENIZER: path.read_bytes()}
     try:
-        found, wanted = _read(files, trainer, path).fingerprint, tokenizer_part(trainer.data_fingerprint)
+        found, wanted = _read(files, trainer, path).fingerprint, tokenizer_hash(trainer.data_fingerprint)
     except ValueError as error:
         return own, f"no tokenizer: {named} is no file of the tokenizers library, and was not copied: {error}"
     if wanted not in (None, found):

@@ -53,7 +53,7 @@ class ProgressLine(Callback):
         done, each = record.samples.last + 1, seconds / len(record.samples)
         self._seconds_per_sample = 0.9 * (self._seconds_per_sample or each) + 0.1 * each
         left = (self._run.samples_after(done, self._steps - record.step) - done) * self._seconds_per_sample
-        parts = [
+        columns = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {statistics.loss:.4f}",
             f"grad norm {statistics.grad_norm:.3f}",
@@ -62,17 +62,17 @@ class ProgressLine(Callback):
             *([] if record.mfu is None else [f"MFU {record.mfu:.1%}"]),
             f"ETA {readable_seconds(left)}",
         ]
-        is_due = self._shows(record, parts, is_first=is_first)
+        is_due = self._shows(record, columns, is_first=is_first)
         losses = {} if record.val_loss is None else {"validation loss": record.val_loss}
         losses |= {f"{name} loss": loss for name, loss in record.val_losses.items()}
         if not (is_due or record.skipped or losses):
             return
         if record.skipped:
             scale = "" if record.skipped_steps is None else f", loss scale {statistics.loss_scale:g}"
-            parts.append(f"skipped ({record.skipped}{scale})")
-        self._log(" | ".join([*parts, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
+            columns.append(f"skipped ({record.skipped}{scale})")
+        self._log(" | ".join([*columns, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
 
-    def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:  # noqa: ARG002
+    def _shows(self, record: StepRecord, columns: list[str], *, is_first: bool) -> bool:  # noqa: ARG002
         """Whether a step gets a line although nothing about it needs attention."""
         return is_first or record.step % self._every == 0 or record.step == self._steps
 
@@ -91,10 +91,10 @@ class ProgressDisplay(ProgressLine):
             self._live.start()
             self._live.console.show_cursor(True)  # a run that is killed cannot bring it back
 
-    def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:
+    def _shows(self, record: StepRecord, columns: list[str], *, is_first: bool) -> bool:
         shown = Table.grid()
         shown.add_row(ProgressBar(self._steps, record.step, width=min(_COLUMNS, self._live.console.width)))
-        shown.add_row(" | ".join(parts))
+        shown.add_row(" | ".join(columns))
         is_due = is_first or time.monotonic() - self._drawn > _REDRAW_SECONDS
         self._drawn = time.monotonic() if is_due else self._drawn
         with suppress(OSError, ValueError):
@@ -182,27 +182,27 @@ def describe_kernels(engine: Engine) -> str:
         and engine.dtype != torch.float32
     ):
         attention = f"{current_flash_attention_impl() or 'FA2'}, which takes the window"
-    in_parts = engine.state.cp.size > 1 or config.data.document_mask
+    in_tiles = engine.state.cp.size > 1 or config.data.document_mask
     if model.attn_logit_softcapping is not None:
-        attention, in_parts = "FlexAttention" if device.type == "cuda" else "by the plain formula", False
+        attention, in_tiles = "FlexAttention" if device.type == "cuda" else "by the plain formula", False
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
-    kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
-    parts = [compiled, f"attention {attention}{' in tiles' * in_parts}", f"{config.optimizer.name} {kernel}"]
+    kernel = next((name for name in ("fused", "foreach") if group.get(name)), "a tensor at a time")
+    choices = [compiled, f"attention {attention}{' in tiles' * in_tiles}", f"{config.optimizer.name} {kernel}"]
     if (overlap := config.parallel.tp_overlap) != "none":
         from megazero.layers.tp_overlap import overlap_of
 
         found = type(overlap_of(overlap, engine.state.tp, device)).__name__.lower()
-        parts.append(f"exchanges over tp {found}{f' (no GPUs of one host: not {overlap})' * (found != overlap)}")
+        choices.append(f"exchanges over tp {found}{f' (no GPUs of one host: not {overlap})' * (found != overlap)}")
     if (scaling := config.precision.fp8) != "none":
         from megazero.layers.fp8 import EMULATED, kernels_on
 
         products = zip(("linear layers", "experts"), kernels_on(device, engine.dtype, scaling), strict=True)
         texts = [f"{of} {'emulated, no faster' if how in EMULATED else 'by kernels'}" for of, how in products]
-        parts.append(f"{scaling} fp8: {', '.join(texts[: None if model.num_experts else 1])}")
+        choices.append(f"{scaling} fp8: {', '.join(texts[: None if model.num_experts else 1])}")
     if device.type == "cuda":
         settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "fixed segments")
-        parts.append(f"allocator {settings.replace('expandable_segments:True', 'expandable segments')}")
-    return " | ".join(parts)
+        choices.append(f"allocator {settings.replace('expandable_segments:True', 'expandable segments')}")
+    return " | ".join(choices)
 
 
 def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
