@@ -58,11 +58,11 @@ class Registry(Generic[T]):
     Args:
         what: the noun for messages, such as "schedule".
         built_in: "module:attribute" of the package's own implementations, by name.
-        kind: "module:attribute" of the class whose instances are registered; "" for functions.
+        base: "module:attribute" of the class of which instances are registered; "" for functions.
     """
 
-    def __init__(self, what: str, built_in: Mapping[str, str], kind: str = "") -> None:
-        self.what, self._kind = what, kind
+    def __init__(self, what: str, built_in: Mapping[str, str], base: str = "") -> None:
+        self.what, self._base = what, base
         self._built_in = dict(built_in)
         self._registered: dict[str, T] = {}
 
@@ -73,8 +73,8 @@ class Registry(Generic[T]):
             TypeError: `value` is no such implementation.
             ValueError: another implementation has this name.
         """
-        if not (isinstance(value, _imported(self._kind)) if self._kind else callable(value)):
-            wanted = f"an instance of {self._kind.partition(':')[2]}" if self._kind else "a function or a class"
+        if not (isinstance(value, _imported(self._base)) if self._base else callable(value)):
+            wanted = f"an instance of {self._base.partition(':')[2]}" if self._base else "a function or a class"
             raise TypeError(f"{self.what} {name!r} must be {wanted}, got {value!r}")
         if name in self._built_in or self._registered.get(name, value) is not value:
             raise ValueError(f"{self.what} {name!r} is already registered; choose another name")
@@ -147,7 +147,7 @@ def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) ->
 
 def _is_like(a: str, b: str) -> bool:
     shared = {*a.split("-")} & {*b.split("-")}
-    a, b = ("-".join(part for part in name.split("-") if part not in shared) for name in (a, b))
+    a, b = ("-".join(word for word in name.split("-") if word not in shared) for name in (a, b))
     return not (a and b) or SequenceMatcher(None, a, b).ratio() >= (0.5 if shared else 0.7)
 
 

@@ -523,7 +523,7 @@ def test_a_learning_rate_schedule_of_a_script_is_asked_for_steps_of_the_run(writ
 
 @pytest.mark.parametrize("registry", [FAMILIES, SCHEDULES, OPTIMIZERS, LR_SCHEDULES], ids=lambda one: one.what)
 def test_registries_refuse_another_kind_of_thing_at_once(registry):
-    for wrong in (3, "llama", type("Mine", (), {}) if registry._kind else None):
+    for wrong in (3, "llama", type("Mine", (), {}) if registry._base else None):
         with pytest.raises(TypeError, match=f"{registry.what} 'mine' must be an? ") as caught:
             registry.register("mine", wrong)
         assert repr(wrong) in str(caught.value)

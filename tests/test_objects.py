@@ -65,7 +65,7 @@ def _sums(rank: int) -> dict[str, Any]:
         all_reduce(most, state.world, "max").wait()
         found[name] = total.tolist(), numbers_of(most, state.world)
         sent = {axis for axis, _ in state.traffic.sent_bytes if axis != "cp"}
-        found[f"parts {name}"] = [part.size for part in state.world.parts], sent
+        found[f"parts {name}"] = [axis.size for axis in state.world.factors], sent
     return found
 
 

@@ -258,8 +258,8 @@ def test_equal_sets_of_ranks_share_one_group(started):
 def test_a_world_of_more_ranks_than_may_share_memory_is_the_product_of_its_axes(started, world, parts):
     started(5, world)
     state = ParallelState(RankGrid(tp=2, cp=2, dp=world // 8, pp=2), 5)
-    assert [part.size for part in state.world.parts] == parts
-    assert {part.name for part in state.world.parts} <= {"world"}
+    assert [axis.size for axis in state.world.factors] == parts
+    assert {axis.name for axis in state.world.factors} <= {"world"}
     assert state.world.host_group is dist.group.WORLD
     if parts:
         with pytest.raises(RuntimeError, match="left the process group of world, or never joined one"):

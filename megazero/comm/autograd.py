@@ -9,7 +9,7 @@
     gather_features     all-gather  slice                 last dimension, for a column-parallel output
     exchange_rows       all-to-all  all-to-all            of uneven size: tokens to their experts, and back
 
-The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it is contiguous.
+The sequence is dimension 0 of [seq, batch, hidden], so that a rank's shard of it is contiguous.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def start_gather_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
 
 def start_scatter_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
     """Start to sum [seq, ...] over tp.  The result is this rank's [seq / tp, ...]."""
-    part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    return part, reduce_scatter(part, x.contiguous(), tp)
+    shard = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    return shard, reduce_scatter(shard, x.contiguous(), tp)
 
 
 def _gather_first(x: Tensor, tp: Axis) -> Tensor:
@@ -45,9 +45,9 @@ def _gather_first(x: Tensor, tp: Axis) -> Tensor:
 
 
 def _scatter_first(x: Tensor, tp: Axis) -> Tensor:
-    part, pending = start_scatter_sequence(x, tp)
+    shard, pending = start_scatter_sequence(x, tp)
     pending.wait()
-    return part
+    return shard
 
 
 def _gather_last(x: Tensor, tp: Axis) -> Tensor:

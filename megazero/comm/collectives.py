@@ -152,7 +152,7 @@ def runs_by_itself(axis: Axis) -> bool:
     """Whether operations over an axis of several ranks continue while this rank computes.  All ranks of the axis must
     call this.
 
-    Operations in the memory of one host do not: each rank copies its part when it waits, so splitting them only adds
+    Operations in the memory of one host do not: each rank copies its slice when it waits, so splitting them only adds
     waits.
     """
     return axis.group is not None and _backend(axis, axis.group.device).runs_by_itself
@@ -178,13 +178,13 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending()
     _check_contiguous("all_reduce", tensor)
-    if axis.parts:
-        first, *others = axis.parts
+    if axis.factors:
+        first, *others = axis.factors
         begun = all_reduce(tensor, first, op)
 
         def finish() -> None:
-            for part in others:
-                all_reduce(tensor, part, op).wait()
+            for factor in others:
+                all_reduce(tensor, factor, op).wait()
 
         return Pending(begun.wait, finish)
     return _start("all_reduce", axis, tensor, lambda backend: backend.all_reduce(tensor, axis, op))
@@ -216,8 +216,8 @@ def _check_fits(axis: Axis, out: Tensor, x: Tensor, *, fits: bool) -> None:
         raise ValueError(f"over {axis.name} of {axis.size} ranks, {shapes} do not fit")
 
 
-def _is_whole(whole: Tensor, part: Tensor, axis: Axis) -> bool:
-    return whole.shape == (part.shape[0] * axis.size, *part.shape[1:])
+def _is_whole(whole: Tensor, shard: Tensor, axis: Axis) -> bool:
+    return whole.shape == (shard.shape[0] * axis.size, *shard.shape[1:])
 
 
 def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pending:
@@ -256,7 +256,7 @@ def arriving_elements(full: int, axis: Axis) -> int:
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
-    """Sum `full` over the axis and write this rank's part to `out`.
+    """Sum `full` over the axis and write this rank's shard of the sum to `out`.
 
     Args:
         out: contiguous; in dimension 0 its size is that of `full` / axis size; may be this rank's slice of `full`.
@@ -278,7 +278,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Send part j of `x` to rank j, and receive part i of `out` from rank i.
+    """Send `x[j]` to rank j, and receive `out[i]` from rank i.
 
     Args:
         out: [axis size, ...]; with any strides, and in other memory than `x`.

@@ -1,4 +1,4 @@
-"""Exchanges of Ulysses (Jacobs et al. 2023, section 3): all heads of part of the sequence for some heads of all of it.
+"""Exchanges of Ulysses (Jacobs et al. 2023, section 3): all heads of a shard of the sequence for some heads of all of it.
 
                      rank 0's sequence | rank 1's             rank 0's sequence | rank 1's
              rank 0:  all heads        |             rank 0:  its heads         | its heads
@@ -19,7 +19,7 @@ def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tenso
     """Start to exchange [batch, heads, seq, size] for some heads of [batch, heads / n, seq * n, size].
 
     Args:
-        x: with any strides; rank i has the i-th part of the sequence, and gets the i-th group of heads.
+        x: with any strides; rank i has the i-th shard of the sequence, and gets the i-th group of heads.
         axis: n ranks.
         heads: a slice of a rank's group, with a start and a stop; ignored if the axis has one rank.
 
@@ -28,9 +28,9 @@ def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tenso
     if axis.size == 1:
         return x, Pending()
     chosen = x.unflatten(1, (axis.size, x.shape[1] // axis.size))[:, :, heads]
-    parts = chosen.permute(1, 3, 0, 2, 4)  # [n, seq, batch, chosen heads, size]
-    whole = x.new_empty(parts.shape)
-    return whole.flatten(0, 1).permute(1, 2, 0, 3), all_to_all(whole, parts, axis)
+    by_rank = chosen.permute(1, 3, 0, 2, 4)  # [n, seq, batch, chosen heads, size]
+    whole = x.new_empty(by_rank.shape)
+    return whole.flatten(0, 1).permute(1, 2, 0, 3), all_to_all(whole, by_rank, axis)
 
 
 class SequenceForHeads:
@@ -57,10 +57,10 @@ class SequenceForHeads:
         if ranks == 1:
             self._whole = x
             return
-        parts = x.unflatten(2, (ranks, x.shape[2] // ranks)).permute(2, 3, 0, 1, 4)  # [n, seq, batch, chosen, size]
+        by_rank = x.unflatten(2, (ranks, x.shape[2] // ranks)).permute(2, 3, 0, 1, 4)  # [n, seq, batch, chosen, size]
         if self._whole is None:
-            self._whole = x.new_empty((*parts.shape[1:3], ranks, self._heads, x.shape[3]))
-        self._under_way.append(all_to_all(self._whole[:, :, :, heads].movedim(2, 0), parts, self._axis))
+            self._whole = x.new_empty((*by_rank.shape[1:3], ranks, self._heads, x.shape[3]))
+        self._under_way.append(all_to_all(self._whole[:, :, :, heads].movedim(2, 0), by_rank, self._axis))
 
     def result(self) -> Tensor:
         """Wait for all heads and return them as a view of [seq, batch, heads, size].  Raises: LostPeerError."""

@@ -86,11 +86,11 @@ class IndexedWriter:
         self._bin.write(np.ascontiguousarray(tokens).data)
         self._sizes.extend(lengths)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         assert self._bin is not None
         try:
             with self._bin as bin_file:
-                if kind is None:
+                if error is None:
                     self._publish(bin_file)
         finally:
             self._bin = None

@@ -121,7 +121,7 @@ class Axis:
     index: int = 0  # position of this rank among them
     group: Group | None = None  # None if the axis has one rank
     traffic: Traffic = field(default_factory=Traffic)
-    parts: tuple[Axis, ...] = ()  # if not empty, axes whose product it is: `all_reduce` sums over each in turn
+    factors: tuple[Axis, ...] = ()  # if not empty, axes with this product: `all_reduce` sums over each in turn
 
     @property
     def size(self) -> int:

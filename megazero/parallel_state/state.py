@@ -256,8 +256,8 @@ class ParallelState:
         ranks = tuple(range(self.grid.world_size))
         if self._shares_memory and len(ranks) <= MOST_SHARING_RANKS:
             return self._axis("world", ranks)
-        parts = tuple(replace(axis, name="world") for axis in (self.tp, self.dp_cp, self.pp) if axis.size > 1)
-        return replace(self._host_axis("world", ranks), parts=parts)
+        factors = tuple(replace(axis, name="world") for axis in (self.tp, self.dp_cp, self.pp) if axis.size > 1)
+        return replace(self._host_axis("world", ranks), factors=factors)
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
         """Return the axis of the ranks of these pipeline stages that have this rank's other coordinates; an axis of this
@@ -285,7 +285,7 @@ class ParallelState:
             group = Group(None, cpu, timeout_seconds, False, self.local_world_size, siblings, made)
             self.groups[ranks, purpose] = group
         stage = replace(self.model, name="saving stage", group=group if self.model.size > 1 else None, traffic=traffic)
-        return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
+        return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, factors=()))
 
     def with_own_group(self, axis: Axis, purpose: str) -> Axis:
         """Return the same axis with its own communicator, whose operations do not queue behind those of the axis.

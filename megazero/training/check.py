@@ -125,7 +125,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
 def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
     parallel, grid = run.config.parallel, run.grid
     nodes, rest = -(-run.world_size // ranks_per_node), run.world_size % ranks_per_node
-    parts, experts = [], ""
+    degrees, experts = [], ""
     for axis in parallel.order.split("-"):
         if (size := grid.size(axis)) > 1:
             where = "within a node" if grid.lies_within(axis, ranks_per_node) else "across nodes"
@@ -133,12 +133,12 @@ def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
             if axis == "cp" and 1 < ulysses < size and where == "across nodes":
                 near = "within a node" if grid.lies_within(axis, ranks_per_node, ulysses) else where
                 where = f"Ulysses {ulysses} {near}, ring {size // ulysses} {where}"
-            parts.append(f"{axis} {size} ({where})")
+            degrees.append(f"{axis} {size} ({where})")
     if grid.ep > 1:
         homes = ({rank // ranks_per_node for rank in block} for block in zip(*grid.expert_table(0), strict=True))
         experts = f", ep {grid.ep} ({'within a node' if max(map(len, homes)) == 1 else 'across nodes'})"
     where = f"{nodes} nodes of {'up to ' if rest else ''}{ranks_per_node}" if nodes > 1 else "one node"
-    return f"{counted(run.world_size, 'rank')} on {where}: {' x '.join(parts) or 'nothing is split'}{experts}"
+    return f"{counted(run.world_size, 'rank')} on {where}: {' x '.join(degrees) or 'nothing is split'}{experts}"
 
 
 def _pipeline(schedule: Schedule) -> str:

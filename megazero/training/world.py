@@ -92,9 +92,9 @@ def device_index(environment: Mapping[str, str], devices: int, local_ranks: int)
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if devices and SHARE_DEVICE in environment:
         return local_rank % devices
-    is_told = "RANK" in environment and LAUNCH_FOLDER not in environment
-    is_told &= local_rank == 0 or "TORCHELASTIC_RUN_ID" not in environment
-    if devices == 1 and is_told and "," not in (environment.get("CUDA_VISIBLE_DEVICES") or ","):
+    has_launcher = "RANK" in environment and LAUNCH_FOLDER not in environment
+    has_launcher &= local_rank == 0 or "TORCHELASTIC_RUN_ID" not in environment
+    if devices == 1 and has_launcher and "," not in (environment.get("CUDA_VISIBLE_DEVICES") or ","):
         return 0
     return local_rank if local_ranks <= devices else None
 
@@ -190,10 +190,10 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
     if problem is not None:
         store.set(f"{_PROBLEMS}/{store.add(_PROBLEMS, 1)}", json.dumps([this_place(), problem]))
     compared = [f"{_CHOICES}/{number}" for number in range(len(choices))]
-    for kinds, table in zip(compared, choices, strict=True):
+    for prefix, table in zip(compared, choices, strict=True):
         mine = json.dumps(dict(sorted(table.items())))
-        if table and store.add(f"{kinds}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
-            store.set(f"{kinds}/{store.add(kinds, 1)}", json.dumps([this_place(), mine]))
+        if table and store.add(f"{prefix}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
+            store.set(f"{prefix}/{store.add(prefix, 1)}", json.dumps([this_place(), mine]))
     store.set(_met(this_rank()), "")
     if store.add(_MET, 1) == world:
         store.set(_ALL_MET, "")
@@ -202,8 +202,8 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
     except RuntimeError as error:
         within = f"have started within {timeout.total_seconds():g} s"
         raise MissingRanksError(_missing(store, world, within)) from error
-    unlike = [kinds for kinds in compared if store.add(kinds, 0) > 1]
-    differing = [_differing(*(json.loads(store.get(f"{kinds}/{n}")) for n in (1, 2))) for kinds in unlike]
+    unlike = [prefix for prefix in compared if store.add(prefix, 0) > 1]
+    differing = [_differing(*(json.loads(store.get(f"{prefix}/{n}")) for n in (1, 2))) for prefix in unlike]
     count, places = store.add(_PROBLEMS, 0), dict[str, list[str]]()
     for number in range(1, min(count, _MOST_PROBLEMS) + 1):
         place, text = json.loads(store.get(f"{_PROBLEMS}/{number}"))
@@ -243,8 +243,8 @@ def _intervals(ranks: Sequence[int]) -> list[str]:
     return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]} to {own[-1]}" for own in intervals]
 
 
-def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
-    (place, first), (elsewhere, second) = ((where, json.loads(text)) for where, text in (one, other))
+def _differing(a: tuple[str, str], b: tuple[str, str]) -> str:
+    (place, first), (elsewhere, second) = ((where, json.loads(text)) for where, text in (a, b))
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
     pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys]
     hint = "start all with one run file and the same overrides, on machines that have the same devices"

@@ -164,7 +164,7 @@ def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monk
     assert {backend for _, backend in groups} == {"nccl"}
     assert max(len(ranks) for ranks, _ in groups) == 16
     assert len(groups) == 7, "tp, pp in both directions, Ulysses, dp_cp, shard, replica"
-    assert [part.size for part in state.world.parts] == [8, 16, 4]
+    assert [axis.size for axis in state.world.factors] == [8, 16, 4]
 
 
 def test_each_communicator_takes_as_many_cores_as_its_axis_may(monkeypatch: pytest.MonkeyPatch) -> None:

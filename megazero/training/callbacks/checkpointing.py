@@ -54,7 +54,7 @@ class Checkpointing(Callback):
         # Of steps evaluated after their save, to be noted.  The saving threads of the ranks may take them at other times, so
         # whether there were any is a thing of its own.
         self._val_losses: deque[tuple[Folder, float]] = deque()
-        self._has_late_losses = False
+        self._has_losses_after_save = False
 
     @property
     def newest(self) -> str | None:
@@ -75,7 +75,7 @@ class Checkpointing(Callback):
         if self._last == index.step_folder(self._root, record.step):
             if record.val_loss is not None:
                 self._val_losses.append((self._last, record.val_loss))
-                self._has_late_losses = True
+                self._has_losses_after_save = True
         else:
             self.save(record.position, record.val_loss)
 
@@ -92,7 +92,7 @@ class Checkpointing(Callback):
         self._watchdog.at(position.step, SAVING)
         if self._saver is not None:
             self._saver.finish()
-            if self._has_late_losses:
+            if self._has_losses_after_save:
                 self._prune()
             # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
             gather_objects(None, self._axes.world)

@@ -162,10 +162,10 @@ def as_json(record: StepRecord) -> str:
 def numbers_of(record: StepRecord) -> Iterator[tuple[str, float]]:
     """Yield (name, number) for each numeric metric of a step; a metric with several numbers yields name/key for each."""
     for name, value in record.reported().items():
-        parts = value if isinstance(value, Mapping) else {"": value}
-        for part, number in parts.items():
+        numbers = value if isinstance(value, Mapping) else {"": value}
+        for key, number in numbers.items():
             if name != "step" and not isinstance(number, str | list):
-                yield f"{name}/{part}" if part else name, number
+                yield f"{name}/{key}" if key else name, number
 
 
 def _finite(value: object) -> object:
