@@ -628,7 +628,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused(
         r"w1.weight has shape \[64, 32\], the configuration makes it \[128, 32\]", lambda _: None, "--run-file", wide
     )
-    refused("does not describe its model: say --run-file", lambda _: None, "--from", "dcp")
+    refused("does not describe its model: give --run-file", lambda _: None, "--from", "dcp")
     refused(r"posix.system \(named in .metadata\) is not understood", edited(plants(Evil(tmp_path / "ran"))))
     refused("Odd .named in .metadata. is not understood", edited(plants([Odd()])))
     refused(".metadata cannot be read", lambda theirs: (theirs / ".metadata").write_bytes(b"no pickle"))

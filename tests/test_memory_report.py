@@ -70,7 +70,7 @@ def test_what_each_policy_keeps_is_planned_and_printed(measured: tuple[str, Path
     [
         (["--stages", "0,7"], "zero.stage"),
         (["--precision", "bf61"], 'write "bf16"'),
-        (["--activations", "mpl"], 'write ["mlp"]'),
+        (["--activations", "mlpp"], 'write ["mlp"]'),
         (["activations.recompute=full"], "use --activations"),
         (["--ranks", "3", "parallel.tp=2"], "launch.nproc_per_node = 3: must be divisible by tp*pp=2"),
     ],

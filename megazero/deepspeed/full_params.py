@@ -118,7 +118,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
         if modifier is not None and now:
             _apply(engine, before, now, modifier)
         elif changed := [name for name in cut if now[name]._version != versions[name]]:
-            raise RuntimeError(f"{changed[0]} was changed; say whose change counts with modifier_rank=")
+            raise RuntimeError(f"{changed[0]} was changed; name the rank whose change counts with modifier_rank=")
     finally:
         for proxy in cut.values():
             proxy.whole = None

@@ -2,7 +2,7 @@
 arguments wait for it.
 
     forward     y = f(x)       x goes to the host (cpu_checkpointing), or into one buffer of the device (contiguous memory)
-    backward    y' = f(x)      x is copied back beside the backward of the call before
+    backward    y' = f(x)      x is copied back during the backward of the call before it
 
 One configuration holds for the process, as in DeepSpeed: that of `configure`, else the `activation_checkpointing` block
 that `initialize` reads.
@@ -46,7 +46,7 @@ class _Configured:
     depth: int = 0
 
     def apply(self, options: CheckpointingBlock) -> None:
-        """Store the arguments of calls as `options` say from now on."""
+        """Store the arguments of calls as `options` set from now on."""
         self.options, self.store = options, None
         device = local_device()
         if options.cpu_checkpointing:

@@ -198,7 +198,7 @@ class _Reader:
         """Compare AdamW's count of updates with that of the model file, which is `expected`."""
         if not self.found.updates:
             self.found.updates.add(expected)
-            self.found.notes["the optimizer does not say how often it has updated: taken from global_steps"] = None
+            self.found.notes["the optimizer does not count its updates: the count is taken from global_steps"] = None
         for updates in self.found.updates:
             if updates == expected + 1:  # some of its optimizers take a step, on gradients of zero, when they are made
                 self.found.notes[f"AdamW has counted {updates} updates, one more than the run"] = None

@@ -102,7 +102,7 @@ def import_checkpoint(
             raise ValueError(f"a transformers model begins at step 0 and describes itself; leave out {', '.join(idle)}")
         return import_model(folder.path, out, seq_len=seq_len, ignore=ignore, **sizes)
     if run_file is None:
-        raise ValueError(f"a checkpoint of {FORMS[form].about} does not describe its model: say --run-file RUN.toml")
+        raise ValueError(f"a checkpoint of {FORMS[form].about} does not describe its model: give --run-file RUN.toml")
     if seq_len is not None:
         raise ValueError("--seq-len is for transformers models; the run file has it (model.seq_len)")
     config = read_run_file(run_file)
@@ -144,7 +144,7 @@ def _check_moments(found: ForeignCheckpoint, states: Iterable[str], config: RunC
         raise CheckpointError(f"{found.path} has {some} after {counted}")
     if set(states := optimizer_of(config.optimizer).known_states) != set(ADAM):
         ours = f"optimizer.name={config.optimizer.name} of {run_file} keeps {' and '.join(states) or 'no state'}"
-        raise CheckpointError(f"the checkpoint has AdamW's {both}, and {ours}: say 'adamw' or 'adam' there")
+        raise CheckpointError(f"the checkpoint has AdamW's {both}, and {ours}: write 'adamw' or 'adam' there")
     return True
 
 
@@ -159,7 +159,7 @@ def _trainer_state(
     if samples is None:
         batch = config.training.global_batch_size
         if step and not isinstance(batch, int):
-            raise ValueError(f"{found.path} does not say how many samples its {step} steps took: say --samples N")
+            raise ValueError(f"{found.path} does not say how many samples its {step} steps took: give --samples N")
         samples = step * batch if isinstance(batch, int) else 0
     moments = f"AdamW's moments after {found.optimizer_steps} updates" if has_moments else "moments that begin anew"
     lines = [f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}"]

@@ -188,7 +188,7 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
             tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, state_kind, name))
             found.add_tensor(_KINDS[state_kind], name, tensor, entry=f"optimizer.distributed.* ({state_kind})")
     elif sizes:
-        found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
+        found.unknown.append(f"optimizer.distributed.* (buckets that do not tell where each parameter lies: {_FLAG})")
     for name in found.tensors.get(MASTER, {}).keys() & weights.keys():
         master = found.tensors[MASTER][name]
         found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))

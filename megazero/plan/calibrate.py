@@ -222,7 +222,7 @@ def calibrate(*, quick: bool = False, report: Callable[[str], None] = print) -> 
     within, probes = Link("this machine", size / last, first), (probe, median(in_processes(processors, _probed)))
     device = _device(table, within)
     bare = Calibration(device, processors, within, table, collectives, probes)
-    report("steps of runs beside their plans")
+    report("steps of runs, compared with their plans")
     stretch = step_stretch(bare, 1 if quick else 3)
     report(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
     return replace(bare, table=table.scaled(stretch))
@@ -256,7 +256,7 @@ def step_stretch(bare: Calibration, turns: int = 3) -> float:
         probe = bare.probe_seconds[run.world_size > 1]
         slowest = [max(steps) for steps in zip(*(seconds for seconds, _ in ranks), strict=True)]
         probes = [max(beside) for beside in zip(*(beside for _, beside in ranks), strict=True)]
-        found = median(seconds * probe / beside for seconds, beside in zip(slowest, probes, strict=True))
+        found = median(seconds * probe / probed for seconds, probed in zip(slowest, probes, strict=True))
         ratios.append(found / step_time_of(run, cluster).seconds)
     return median(ratios)
 

@@ -287,7 +287,7 @@ def memory_report(
     iterations: Annotated[int, typer.Option(min=1, help="Steps to time after the measured one.")] = 20,
     out: Annotated[Path, typer.Option(help="Directory for memory.json.")] = Path("runs/memory-report"),
 ) -> None:
-    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
+    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, and compare them with the plan."""
     from megazero.config import ConfigError
     from megazero.plan.memory_report import draw_text, measure, not_measured, plan
     from megazero.settings import write_text

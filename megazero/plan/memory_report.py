@@ -54,7 +54,7 @@ _OPTION_OF_KEY = {
 }
 _NOTES_WIDTH = 120
 _NAMES = "dtype", "ZeRO", "offload"
-#: Keys of [activations] that stay at their defaults while policies are compared: they say where activations are stored.
+#: Keys of [activations] that stay at their defaults while policies are compared: they choose where activations are stored.
 _ON_DEVICE = ("offload", "offload_layers", "contiguous", "stages")
 
 
