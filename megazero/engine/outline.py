@@ -137,11 +137,10 @@ def elements_in(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class RankStages:
-    """The model chunks of one rank, on the meta device.
+    """The virtual stages of one rank, on the meta device.
 
     Args:
-        stages: one for each chunk.
-        wgrad_queues: for each chunk, the queue of its weight gradients.
+        wgrad_queues: for each stage, the queue of its weight gradients.
         offload: stores activations that layers move off the device or into an arena; None if no layer does.
         heads: the heads of the stages that compute a loss.
     """
@@ -153,7 +152,7 @@ class RankStages:
 
 
 def build_stages(config: RunConfig, state: ParallelState, placement: Placement) -> RankStages:
-    """Build this rank's chunks on the meta device, so that no rank allocates more of the model than its shards and
+    """Build this rank's stages on the meta device, so that no rank allocates more of the model than its shards and
     buffers.
     """
     layouts = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]

@@ -33,7 +33,7 @@ class WeightAverage:
         them.
         """
         weight = weight if self.has_begun else 1.0
-        for master, average, start, stop in self._pieces():
+        for master, average, start, stop in self._slices():
             average.flush()
             values = average.read(start, stop)
             values.lerp_(master.read(start, stop).to(values.device), weight)
@@ -43,12 +43,12 @@ class WeightAverage:
 
     def swap(self) -> None:
         """Exchange masters and averages."""
-        for master, average, start, stop in self._pieces():
+        for master, average, start, stop in self._slices():
             values = master.read(start, stop).clone()
             master.write(start, average.read(start, stop))
             average.write(start, values)
 
-    def _pieces(self) -> Iterator[tuple[FlatArray, FlatArray, int, int]]:
+    def _slices(self) -> Iterator[tuple[FlatArray, FlatArray, int, int]]:
         for bucket, average in self.arrays.items():
             for start in range(0, average.numel, FILE_SLICE_ELEMENTS):
                 yield bucket.master, average, start, min(start + FILE_SLICE_ELEMENTS, average.numel)

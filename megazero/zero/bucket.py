@@ -1,4 +1,4 @@
-"""Flat storage for the parameters of one bucket: weights, master weights and gradients of one rank."""
+"""What one rank stores of a bucket: weights, master weights and gradients, each in one flat array."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -29,7 +29,7 @@ class Bucket:
         is_duplicate: holds a tied parameter whose first copy is elsewhere; not counted in the norm and not saved.
         placement: the ranks that share the bucket.
         residency: what this rank holds of it.
-        owned: the elements whose master weights and moments this rank holds.
+        owned: the elements for which this rank holds master weights and moments.
         dtype: of the weights.
         counted: the elements that this rank counts in the gradient norm and writes to a checkpoint; ranks do not
             overlap.

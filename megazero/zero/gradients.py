@@ -57,14 +57,14 @@ class ChunkGradients:
 
     Attributes:
         chunk: the interval of every shard that this chunk covers.
-        lands: the elements of the bucket whose reduced gradients this chunk gives this rank.
+        lands: the elements of the bucket for which this rank gets reduced gradients from this chunk.
         accumulation: how micro-batches add up; changes only between micro-batches.
         chunk_slots: the elements of each parameter that lie in this chunk.
         memory: where the gradients are stored; None until the first gradient arrives.
         is_empty: for each chunk slot, whether its memory has no gradient yet, so that the next one overwrites it.
         counts: number of gradients of each chunk slot received in this step.
         complete: number of rounds (micro-batches) in which every gradient has been received.
-        launched: number of rounds whose reduction was started, or postponed to a later round.
+        launched: number of rounds for which a reduction was started, or postponed to a later round.
         reduced: number of rounds that `bucket.gradient` contains, or will contain when running reductions end.
     """
 

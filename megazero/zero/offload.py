@@ -1,4 +1,4 @@
-"""Which part of a rank's state leaves the device, and where it goes.
+"""Which state of a rank leaves the device, and where it goes.
 
     optimizer = "cpu"     master weights, moments and the gradient for the optimizer are in host memory
                 "nvme"    master weights and moments are in a file, the gradient is in host memory
@@ -72,9 +72,10 @@ class Offload(StateMemory):
         held, total = self.residency(layout), 0
         owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
         if held.state_on == "file":
-            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_SLICE_ELEMENTS
-            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_SLICE_ELEMENTS
-            total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
+            # moments are stored by flat parameter: one for each optimizer group, cut to FILE_SLICE_ELEMENTS
+            flat_params = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_SLICE_ELEMENTS
+            total += region_bytes(owned, torch.float32) * (1 + moments)
+            total += flat_params * moments * region_bytes(1, torch.int8)
         if held.weights_on == "file":
             total += region_bytes(owned, self.policy.dtype)
         return total
@@ -172,8 +173,8 @@ def without_auto(
         "optimizer": owned * 4 * moments + masters + owned_gradients,
         "parameters": owned * policy.dtype.itemsize if stage == 3 else 0,
     }
-    whole_weights = 0 if stage == 3 else elements * policy.dtype.itemsize
-    needed = whole_weights + (0 if stage >= 2 else 4 * elements)
+    full_weights = 0 if stage == 3 else elements * policy.dtype.itemsize
+    needed = full_weights + (0 if stage >= 2 else 4 * elements)
     needed += sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
     # The host needs more bytes than the device frees: gradients and, with fp32 weights, masters are then separate arrays.
     more = owned * 4 * (moments + 1) - movable["optimizer"]

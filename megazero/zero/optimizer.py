@@ -88,7 +88,7 @@ class ShardedOptimizer:
     """An element-wise optimizer over the elements that this rank owns, and the momentum of matrices; `Stepper` steps it.
 
     Attributes:
-        torch_optimizer: torch's or the user's optimizer, whose parameters are the flat ones.
+        torch_optimizer: torch's or the user's optimizer; it sees the flat parameters.
         groups: the parameter groups of `torch_optimizer`, which holds copies of some of them during an update.
         flat_params: those of every bucket that trains, in the order in which a forward uses the buckets.  A bucket has
             none if this rank owns only its padding.

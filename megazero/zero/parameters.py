@@ -86,10 +86,10 @@ class ShardedParameters:
                 view = bucket.weights.data[slot.start : slot.stop].view(slot.info.shape)
                 original = originals[slot.info.name]
                 # Keep the module's parameter object, unless its memory cannot be replaced by the view.
-                keeps_object = not original.is_meta and original.device == view.device
-                if keeps_object:
+                in_place = not original.is_meta and original.device == view.device
+                if in_place:
                     original.data = view
-                new = original if keeps_object else nn.Parameter(view, requires_grad=original.requires_grad)
+                new = original if in_place else nn.Parameter(view, requires_grad=original.requires_grad)
                 bound[id(original)] = self.by_name[slot.info.name] = new
         for unit in units:
             for module, key in unit.attributes:

@@ -20,14 +20,14 @@ that all tp ranks hold have the same blocks, integers and gradients on each of t
 ranks each, the ranks of a host first sum their gradients without quantization, so that only one of them sends an
 element to each other host:
 
-    full [hosts, ranks per host, part] --reduce-scatter within the host--> [hosts, part] --all-to-all--> [part]
+    full [hosts, ranks per host, shard] --reduce-scatter within the host--> [hosts, shard] --all-to-all--> [shard]
 
 The second operation starts when the next bucket is reduced, while the backward continues.  The random numbers are a
 function of step, micro-batch, sender, bucket and element, so a resumed run gives the same bits as an uninterrupted one.
 
-[Note: passes over memory]  torch's operations read and write a number about twenty times, in pieces that fit a CPU's
+[Note: passes over memory]  torch's operations read and write a number about twenty times, in slices that fit a CPU's
 caches.  A run that compiles its blocks also compiles these functions: one kernel reads numbers and writes integers, one
-kernel reads them back, in a single piece of any size.
+kernel reads them back, in a single slice of any size.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BlockFormat:
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
-        """Return the format for the policy's device.  A GPU processes larger pieces at a time, since every kernel launch
+        """Return the format for the policy's device.  A GPU processes larger slices at a time, since every kernel launch
         takes microseconds.
         """
         if policy.compiles:
@@ -162,24 +162,24 @@ class BlockFormat:
     def quantize(self, x: Tensor, packed: Tensor, noise: Noise | None = None) -> None:
         """Pack x into `packed`, uint8 [rows, nbytes].  Without `noise`, round to nearest."""
         function = self.compiled(rounded)
-        for at, scale, integers in self._pieces(packed):
+        for at, scale, integers in self._slices(packed):
             words = None if noise is None else noise.words(x.shape[0], at.start * BLOCK, x.device)
             scale.copy_(function(x.unflatten(1, (-1, BLOCK))[:, at], words, integers, self.bits))
 
     def dequantize(self, packed: Tensor, out: Tensor) -> None:
         """Unpack `packed` into `out`."""
         function = self.compiled(restored_to)
-        for at, scale, integers in self._pieces(packed):
+        for at, scale, integers in self._slices(packed):
             function(out.unflatten(1, (-1, BLOCK))[:, at], integers, scale, self.bits)
 
     def sum(self, packed: Tensor, out: Tensor) -> None:
         """Write the sum of the rows of `packed` to `out`, fp32 [numel]."""
         function = self.compiled(summed_to)
-        for at, scale, integers in self._pieces(packed):
+        for at, scale, integers in self._slices(packed):
             function(out.view(-1, BLOCK)[at], integers, scale, self.bits)
 
-    def _pieces(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield the blocks piece by piece: the slice of blocks, their scales, fp32 [rows, blocks, 1], and their
+    def _slices(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield the blocks slice by slice: the slice of blocks, their scales, fp32 [rows, blocks, 1], and their
         integers, int8 [rows, blocks, bytes].
         """
         rows, count = packed.shape[0], packed.shape[1] // self.nbytes(BLOCK)

@@ -6,7 +6,7 @@
     file      a region of the rank's file       by a worker thread, through page-locked memory (`file_store`)
 
 Invariant: the accesses of one array take effect in the order in which they were started.  Two accesses overlap in time
-only if they touch different elements or both read.  So an array can be streamed: part k is written while part k + 1 is
+only if they touch different elements or both read.  So an array can be streamed: slice k is written while slice k + 1 is
 read (Rajbhandari et al. 2021, ZeRO-Infinity, section 6).
 """
 
