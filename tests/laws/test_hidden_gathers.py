@@ -237,7 +237,7 @@ def test_layers_that_wait_for_their_weights_alone_give_the_bits_of_blocks_that_w
     ]
     with (
         patch("megazero.comm.collectives.choose_backend", lambda *_: DelayedBackend(SocketBackend(), 0)),
-        patch("megazero.zero.bucket_plan._SOCKET_PIECE", 1024),
+        patch("megazero.zero.bucket_plan._SOCKET_BYTES", 1024),
     ):
         run_world(2, _of_families, runs)
 
@@ -281,7 +281,7 @@ def test_a_scripts_hook_on_a_block_sees_all_its_weights() -> None:
         run = run_of(2, model={"family": "llama"}, zero={"stage": stage, "bucket_bytes": "auto"})
         with (
             patch("megazero.comm.collectives.choose_backend", lambda *_: DelayedBackend(SocketBackend(), 0)),
-            patch("megazero.zero.bucket_plan._SOCKET_PIECE", 1024),
+            patch("megazero.zero.bucket_plan._SOCKET_BYTES", 1024),
         ):
             found += run_world(2, _hooked, run)
     plain = found[2]
