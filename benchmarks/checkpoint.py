@@ -104,7 +104,7 @@ class Ours(Megazero):
         state = self.engine.sharded_model.sharded_state
         return {
             f"{kind}.{name}": tensor.clone()
-            for kind in state.kinds
+            for kind in state.state_kinds
             for name, tensor in gather_logical(state, kind, self.state)
         }
 

@@ -233,7 +233,7 @@ def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> Non
     assert shard is not None
     given = [torch.ones(1, 4, SEQ, SIZE, dtype=torch.bfloat16) for _ in range(3)]
     given[wider] = given[wider].float()
-    with pytest.raises(ValueError, match=r"must have the queries\' type.* of torch\.bfloat16; k"):
+    with pytest.raises(ValueError, match=r"must have the queries' dtype.* of torch\.bfloat16; k"):
         ContextAttention((WHOLE, WHOLE), None, torch.float32).attend(*given, shard)
 
 

@@ -838,5 +838,5 @@ def test_without_a_schedule_the_units_ahead_are_those_of_the_pass_before() -> No
         (True, (0,)),
     ]:
         for unit in chunk:
-            history.visit(unit, is_forward)
+            history.record(unit, is_forward)
     assert list(history.upcoming()) == [1, 2, 2, 1, 0]

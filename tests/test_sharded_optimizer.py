@@ -183,9 +183,9 @@ def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopp
     steps = [step[0] for step in random_batches(6, 1, 1, 4, WIDTH)]
     whole, first, second = run(steps), run(steps[:3]), run([])
     old, new = first.zero.sharded_state, second.zero.sharded_state
-    assert set(old.kinds) >= {"model"} | set(first.zero.optimizer.known_states)
+    assert set(old.state_kinds) >= {"model"} | set(first.zero.optimizer.known_states)
     for a, b in zip(old.buckets, new.buckets, strict=True):
-        for kind in (*old.kinds, "master"):
+        for kind in (*old.state_kinds, "master"):
             if old.holds(kind, a):
                 for _, run_ in a.layout.intervals(lambda info: info.group):
                     middle = (run_.start + run_.stop) // 2

@@ -112,11 +112,11 @@ def save_checkpoint(
         agree(action if at.rank == 0 else lambda: None, axes.world, CheckpointError)
 
     plan = plan or plan_saving(source, at, axes.world)
-    tensor_files = [plan.file(state_kind, rank) for state_kind in source.kinds for rank in plan.writers]
-    on_first(lambda: _prepare(folder, [*tensor_files, *map(index_name, source.kinds), TRAINER_STATE, *files]))
+    tensor_files = [plan.file(state_kind, rank) for state_kind in source.state_kinds for rank in plan.writers]
+    on_first(lambda: _prepare(folder, [*tensor_files, *map(index_name, source.state_kinds), TRAINER_STATE, *files]))
     own = _write_own(folder, source, plan, trainer.step, at, axes.model)
     of_ranks = gather_objects(own, axes.world)
-    on_first(lambda: _commit(folder, of_ranks, source.kinds, trainer, files, moves_latest))
+    on_first(lambda: _commit(folder, of_ranks, source.state_kinds, trainer, files, moves_latest))
     return sum(written.bytes for written in of_ranks)
 
 
@@ -128,7 +128,7 @@ def _write_own(
     A writer whose disk fails continues to receive tensors and drops them, so that no other rank waits for it.
     """
     written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
-    for state_kind in source.kinds:
+    for state_kind in source.state_kinds:
         held = [entry for entry in plan.assignments if source.holds(state_kind, source.buckets[entry.bucket])]
         own = [entry for entry in held if entry.writer == at.rank]
         layout = {

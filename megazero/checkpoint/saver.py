@@ -42,7 +42,7 @@ class Snapshot(ShardedState):
         refusal: why some rank has no memory for a copy; None if all have.
     """
 
-    kinds: tuple[str, ...] = ()  # of the last copy
+    state_kinds: tuple[str, ...] = ()  # of the last copy
     refusal: str | None = None
 
     def __init__(self, state: ShardedState, at: ParallelState) -> None:
@@ -57,7 +57,7 @@ class Snapshot(ShardedState):
         """Allocate memory for a copy of all state kinds, at most `limit` bytes.  Return the reason if it cannot, else
         None.
         """
-        arrays = self._arrays(self.known_kinds)
+        arrays = self._arrays(self.known_state_kinds)
         sizes = {(state_kind, bucket): bucket.counted.size for state_kind, bucket in arrays}
         needed = sum(numel * self.dtype(*array).itemsize for array, numel in sizes.items())
         if needed > limit:
@@ -72,8 +72,8 @@ class Snapshot(ShardedState):
 
     def take(self) -> None:
         """Copy the current state."""
-        self.kinds = self.state.kinds
-        for state_kind, bucket in self._arrays(self.kinds):
+        self.state_kinds = self.state.state_kinds
+        for state_kind, bucket in self._arrays(self.state_kinds):
             # the optimizer's state is contiguous within a group
             for _, group in bucket.layout.intervals(lambda info: info.group):
                 if (interval := intersect(group, bucket.counted)) is not None:

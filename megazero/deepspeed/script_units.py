@@ -94,13 +94,13 @@ class VisitHistory(ScheduleOrder):
         super().expect(chunk, is_forward)
         self._is_scheduled = True
 
-    def visit(self, unit: int, is_forward: bool) -> None:
+    def record(self, unit: int, is_forward: bool) -> None:
         if is_forward and in_backward():
             direction = "recomputation"  # which its backward follows: it ends no pass over the chunk
             self._following = self._announced
         else:
             direction = "backward" if not is_forward else "forward" if torch.is_grad_enabled() else "evaluation"
-            super().visit(unit, is_forward)
+            super().record(unit, is_forward)
         self._successor[self._visits] = direction, unit
         self._visits = self._visits[1], (direction, unit)
 
@@ -228,10 +228,10 @@ class ScriptUnit(Unit):
     def pre_backward(self) -> None:
         was_sharded = self.is_sharded
         if was_sharded:  # before a wait for ranks that may wait for its reductions
-            self.gatherer.on_backward(self.described.virtual_stage, self.index)
+            self.gatherer.on_backward(self.unit_module.virtual_stage, self.index)
         super().pre_backward()
         if not was_sharded:
-            self.gatherer.on_backward(self.described.virtual_stage, self.index)
+            self.gatherer.on_backward(self.unit_module.virtual_stage, self.index)
 
     def watch(self, result: Any) -> Any:
         if not isinstance(result, Tensor):

@@ -70,18 +70,18 @@ class Unit:
         buckets: hold its weights; frozen and trainable weights are in different buckets.
     """
 
-    def __init__(self, index: int, described: UnitModule, gatherer: UnitGatherer) -> None:
-        self.index, self.described, self.module = index, described, described.module
+    def __init__(self, index: int, unit_module: UnitModule, gatherer: UnitGatherer) -> None:
+        self.index, self.unit_module, self.module = index, unit_module, unit_module.module
         self.gatherer, self.buffers = gatherer, gatherer.buffers
         self._hooks: list[RemovableHandle] = []
         places, self.attributes = gatherer.places, list[_Attribute]()
-        for module, key in described.attributes:
+        for module, key in unit_module.attributes:
             parameter = module._parameters[key]
             assert parameter is not None
             if not places[id(parameter)][0].holds_weights:
                 self.attributes.append(_Attribute(module, key, parameter, gatherer.placeholder(parameter)))
         self.buckets = gatherer.plan.buckets_of[index]
-        self._waits_by_layer = len(self.buckets) > 1 and bool(described.readers)
+        self._waits_by_layer = len(self.buckets) > 1 and bool(unit_module.readers)
         if self.buckets:
             # Functions, not methods: a deep copy of the module must not copy this object.  A compiled module breaks its
             # graph here: gathers are not traced.
@@ -89,7 +89,7 @@ class Unit:
             after = torch.compiler.disable(lambda _, __, output: self.post_forward(output))
             self._hooks.append(self.module.register_forward_pre_hook(reading_no_weights(before)))
             self._hooks.append(self.module.register_forward_hook(after, always_call=True))
-        for layer, parameters in self.described.reads() if self._waits_by_layer else ():
+        for layer, parameters in self.unit_module.reads() if self._waits_by_layer else ():
             own = {self.gatherer.places[id(parameter)][0]: None for parameter in parameters}
             waited = [bucket for bucket in own if not bucket.holds_weights]
             self._hooks.append(layer.register_forward_pre_hook(lambda *_, waited=waited: self._wait_for(waited)))
@@ -281,7 +281,7 @@ class ScheduleOrder:
         """Discard the chunk that the schedule announced."""
         self._announced = self._following = None
 
-    def visit(self, unit: int, is_forward: bool) -> None:
+    def record(self, unit: int, is_forward: bool) -> None:
         """Record that a unit's forward or backward starts now."""
         self._last, self._following = _Visit(unit, is_forward), self._announced
         if not self.rest_of_chunk(*self._last):
@@ -441,7 +441,7 @@ class UnitGatherer:
 
     def run(self, unit: Unit, *, is_forward: bool) -> None:
         """Record that a unit starts, and start the gathers of the next units; see [Note: gathers ahead]."""
-        self.order.visit(unit.index, is_forward)
+        self.order.record(unit.index, is_forward)
         if self.buffers.is_full and not self.plan.shares_buffers:
             return
         running = [*(outer for outer, _ in self.running), unit]  # last: it holds a shared buffer

@@ -37,13 +37,13 @@ class ShardedState:
         )  # before every access: a shard that is being sent must not change
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def state_kinds(self) -> tuple[str, ...]:
         """The state kinds to save: weights, fp32 masters if more exact, the optimizer's state, an average that has begun."""
         average = (AVERAGE,) if self.average is not None and self.average.has_begun else ()
         return (*self._weights, *self.optimizer.states, *average)
 
     @property
-    def known_kinds(self) -> tuple[str, ...]:
+    def known_state_kinds(self) -> tuple[str, ...]:
         """The state kinds to save after the optimizer's first step."""
         return (*self._weights, *self.optimizer.known_states, *([] if self.average is None else [AVERAGE]))
 

@@ -243,7 +243,7 @@ def _broken_off_loads(rank: int, runs: list[ResolvedRun], folder: Path) -> None:
         _nobody_sees(engine, run, folder)
         engine.load(saved, "data")
         found = state_of(
-            engine, [kind for kind in engine.sharded_model.sharded_state.kinds if kind in ("model", "master")]
+            engine, [kind for kind in engine.sharded_model.sharded_state.state_kinds if kind in ("model", "master")]
         )
         assert all(torch.equal(found[name], old[name]) for name in found)
         for one in (engine, plain):

@@ -289,7 +289,7 @@ def _turned_on(rank: int, run: ResolvedRun, path: str, saves: bool) -> Any:
         engine.save(path, Position(step=1, samples=8), "data")
     else:
         engine.load(path, "data")
-    found = [whole(engine, kind) or {} for kind in engine.sharded_model.sharded_state.kinds]
+    found = [whole(engine, kind) or {} for kind in engine.sharded_model.sharded_state.state_kinds]
     return found, engine.compute_gradients(micro_batches(run, engine.state, 1)).loss
 
 

@@ -323,7 +323,7 @@ def _spread_over_both_passes(rank: int, run: ResolvedRun, folder: Path) -> None:
                 numbers.append(engine.evaluate(micro_batches(run, state, 50)).loss)
             if step == 2:
                 engine.save(path, Position(3), "data")
-        numbers.append(state_of(engine, [GRADIENT, *engine.sharded_model.sharded_state.kinds]))
+        numbers.append(state_of(engine, [GRADIENT, *engine.sharded_model.sharded_state.state_kinds]))
         engine.load(path, "data")
         numbers.append(state_of(engine))
         engine.train_step(micro_batches(run, state, 7), LR)

@@ -290,7 +290,7 @@ def traffic_and_memory(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str,
 def state_of(engine: Engine, kinds: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Copies of this rank's part of every logical tensor, by kind and name; of all kinds that are saved if not said."""
     state, found = engine.sharded_model.sharded_state, dict[str, Tensor]()
-    for kind in state.kinds if kinds is None else kinds:
+    for kind in state.state_kinds if kinds is None else kinds:
         found |= {f"{kind} {name}": value.clone() for name, value in gather_logical(state, kind, engine.state)}
     return found
 
