@@ -46,7 +46,7 @@ from benchmarks.models import PlainStage
 from benchmarks.report import machine, markdown
 from benchmarks.setting import DTYPES, Setting, positive, whole_numbers
 from megazero.layers import linear
-from megazero.layers.linear import WeightGradQueue
+from megazero.layers.linear import BY_AUTOGRAD
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sequence_shard import TokenLayout
 from megazero.models.activation_config import PRESETS, LayerPolicy, Region
@@ -187,7 +187,7 @@ def contenders(length: int, dtype: str, blocks: int) -> list[Contender]:
 
 
 def _our_blocks(model: ModelConfig, dtype: str) -> list[Block]:
-    context = BuildContext(model, WHOLE, False, 0, torch.device("cpu"), WeightGradQueue(), DTYPES[dtype])
+    context = BuildContext(model, WHOLE, False, 0, torch.device("cpu"), BY_AUTOGRAD, DTYPES[dtype])
     blocks = FAMILIES[model.family].blocks(context, range(model.num_layers))
     return [block.to(DTYPES[dtype]) for block in blocks if isinstance(block, Block)]
 

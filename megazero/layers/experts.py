@@ -244,7 +244,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.parameter = queue, queue.held(weight)
+        ctx.queue, ctx.parameter = queue, weight
         return product_t(x.float(), weight.float())
 
     @staticmethod
@@ -255,8 +255,7 @@ class _Logits(torch.autograd.Function):
         if ctx.queue.defers:
             ctx.queue.defer_product(ctx.parameter, grad, lambda: (x.float(), Pending()))
             return grad_x, None, None
-        parameter = weight if ctx.parameter is None else ctx.parameter
-        return grad_x, ctx.queue.add_now(parameter, [(grad, x.float())]), None
+        return grad_x, ctx.queue.add_now(ctx.parameter, [(grad, x.float())]), None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -313,7 +312,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, queue: WeightGradQueue, product: ExpertProduct
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.queue, ctx.product, ctx.parameter = groups, queue, product, queue.held(weight)
+        ctx.groups, ctx.queue, ctx.product, ctx.parameter = groups, queue, product, weight
         return product.times(x, _stack(weight, groups), groups)
 
     @staticmethod
@@ -323,8 +322,7 @@ class _GroupedProduct(torch.autograd.Function):
         groups: RowGroups = ctx.groups
         grad = grad.contiguous()
         grad_x = ctx.product.times(grad, _stack(weight, groups).transpose(1, 2), groups)
-        parameter = weight if ctx.parameter is None else ctx.parameter
-        return grad_x, ctx.queue.take_stacked(parameter, grad, x, groups), None, None, None
+        return grad_x, ctx.queue.take_stacked(ctx.parameter, grad, x, groups), None, None, None
 
 
 def _stack(weight: Tensor, groups: RowGroups) -> Tensor:

@@ -5,9 +5,8 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, meanwhile computes the
-weight gradient directly into its bucket (or queues it in `WeightGradQueue`), then waits for the exchange.  Without an
-accumulator, as in a user's own model, and with tp = 1, a layer is a plain `F.linear`, unless an annex adds a faster
-product.
+weight gradient directly into its bucket (or queues it in `WeightGradQueue`), then waits for the exchange.  In a
+user's own model (`ByAutograd`) and with tp = 1, a layer is a plain `F.linear`, unless an annex adds a faster product.
 
     B and W together     B  gather x | dx = dy W  | dW = dy.T x      the gather runs beside the product
     W apart              B             dx = dy W                     the queue holds dy and this rank's shard of x
@@ -156,27 +155,25 @@ class WeightGradQueue:
 
     They are computed at once or, while `defers` is set, later: a backward pass then computes only input gradients and
     queues the weight gradients.  `run_oldest` computes the queued gradients of one backward pass, oldest pass first, so
-    that gradients add up in the order of the micro-batches.  A layer returns to autograd whatever `add_now` returns.
+    that gradients add up in the order of the micro-batches.
+
+    A layer's backward holds the weight itself, since the accumulator needs the same object and saved tensors may be
+    unpacked as another one.  It returns to autograd whatever `add_now` or `take_stacked` returns.
 
     Attributes:
         defers: queue gradients instead of computing them at once.
-        accumulator: adds up the gradients of forwards that ran after it was set; None returns gradients to autograd.
+        accumulator: adds up the gradients; set before the first forward.
     """
+
+    accumulator: GradientAccumulator
 
     def __init__(self) -> None:
         self.defers = False
-        self.accumulator: GradientAccumulator | None = None
         self._passes: deque[deque[_Start]] = deque()
 
     def clear(self) -> None:
         """Discard the gradients that a failed step left in the queue."""
         self._passes.clear()
-
-    def held(self, weight: Tensor) -> Tensor | None:
-        """Return the weight if a layer must hold it until its backward, because the accumulator needs the same object and
-        saved tensors may be unpacked as another one; None without an accumulator.
-        """
-        return None if self.accumulator is None else weight
 
     def begin_pass(self) -> None:
         """Start a new list for the gradients of the next backward pass."""
@@ -185,8 +182,6 @@ class WeightGradQueue:
 
     def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
         """Add a weight gradient, a sum of a.T @ b, at once."""
-        if self.accumulator is None:
-            return sum_of_products(weight, factors)
         self.accumulator.add_products(weight, factors)
         return None
 
@@ -218,10 +213,8 @@ class WeightGradQueue:
         """Add the gradient of expert matrices, at once or later; see `GradientAccumulator.add_stacked`."""
         if self.defers:
             self._passes[-1].append(lambda: lambda accumulator: accumulator.add_stacked(weight, a, b, groups))
-        elif self.accumulator is not None:
-            self.accumulator.add_stacked(weight, a, b, groups)
         else:
-            return groups.sum_products(a, b).view_as(weight)
+            self.accumulator.add_stacked(weight, a, b, groups)
         return None
 
     def run_oldest(self) -> None:
@@ -230,9 +223,8 @@ class WeightGradQueue:
         The exchange for each gradient runs while the previous gradient is computed, so at most two gathered inputs are
         in memory.  Every tp rank starts the exchanges in the order of the queue.
         """
-        if not (entries := self._passes.popleft()):  # a stage without layers has no accumulator
+        if not (entries := self._passes.popleft()):  # a stage without layers
             return
-        assert self.accumulator is not None
         with torch.no_grad():
             finish = entries.popleft()()
             while entries:
@@ -242,8 +234,17 @@ class WeightGradQueue:
             finish(self.accumulator)
 
 
-#: A queue without an accumulator: autograd accumulates the gradients, as in a user's own model.
-BY_AUTOGRAD = WeightGradQueue()
+class ByAutograd(WeightGradQueue):
+    """Returns weight gradients to autograd, which accumulates them, as in a user's own model."""
+
+    def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        return sum_of_products(weight, factors)
+
+    def take_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
+        return groups.sum_products(a, b).view_as(weight)
+
+
+BY_AUTOGRAD = ByAutograd()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -280,7 +281,7 @@ class _ParallelLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.entry, ctx.tp, ctx.product, ctx.has_bias = entry, tp, product, bias is not None
-        ctx.wgrad_queue, ctx.parameter = wgrad_queue, wgrad_queue.held(weight)
+        ctx.wgrad_queue, ctx.parameter = wgrad_queue, weight
         exchanges = entry in ("sequence", "scattered")
         y = exchange(x, weight, tp, product) if exchanges else product.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -310,8 +311,7 @@ class _ParallelLinear(torch.autograd.Function):
         if now is not None:
             full, gathering = now
             gathering.wait()
-            parameter = weight if ctx.parameter is None else ctx.parameter
-            grad_weight = queue.add_now(parameter, [(_rows(grad), _rows(full))])
+            grad_weight = queue.add_now(ctx.parameter, [(_rows(grad), _rows(full))])
         elif needs_weight:
             queue.defer_product(ctx.parameter, grad, start_input)
         grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
@@ -335,7 +335,7 @@ def parallel_linear(
     exchange: Exchange = gathered,
 ) -> Tensor:
     """Compute y = x @ weight.T + bias with the exchange that `entry` names.  Weight and bias are this rank's shards."""
-    is_plain = wgrad_queue.accumulator is None and product is PLAIN and added_product(x) is None
+    is_plain = isinstance(wgrad_queue, ByAutograd) and product is PLAIN and added_product(x) is None
     if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
     entry = entry if tp.size > 1 else "local"

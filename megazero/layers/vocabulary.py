@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence, reduce_from_tp, scatter_sequence
 from megazero.comm.collectives import all_gather
-from megazero.layers.linear import BY_AUTOGRAD, GradientAccumulator, WeightGradQueue, product_t, unchanged
+from megazero.layers.linear import BY_AUTOGRAD, ByAutograd, GradientAccumulator, WeightGradQueue, product_t, unchanged
 from megazero.layers.saved_tensors import refuse_second_derivative
 from megazero.layers.sequence_shard import TokenLayout
 from megazero.layers.spec import ParamSpec, drawn_parameter
@@ -96,7 +96,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.reduce(self._rows(local.where(here, 0)) * here.unsqueeze(-1), self.tp)
 
     def _rows(self, ids: Tensor) -> Tensor:
-        if self.wgrad_queue.accumulator is None:
+        if isinstance(self.wgrad_queue, ByAutograd):
             return F.embedding(ids, self.weight)
         rows: Tensor = _AccumulatedRows.apply(ids, self.weight, self.wgrad_queue.accumulator)
         return rows
@@ -298,7 +298,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 saved_logits = _saved_form(logits, peak, log_sum)
             del logits  # free them before the next chunk's logits
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
-        ctx.head, ctx.parameter = head, head.wgrad_queue.held(weight)
+        ctx.head, ctx.parameter = head, weight
         return loss
 
     @staticmethod
@@ -311,8 +311,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if len(ctx.head.logits.chunks(x, weight)) == 1:  # a weight in several buckets uses the pair more than once
             factors = list(factors)
         if ctx.needs_input_grad[1]:
-            parameter = weight if ctx.parameter is None else ctx.parameter
-            grad_weight = ctx.head.wgrad_queue.add_now(parameter, factors)
+            grad_weight = ctx.head.wgrad_queue.add_now(ctx.parameter, factors)
         else:
             grad_weight = None
             for _ in factors:
