@@ -54,21 +54,16 @@ class Block(nn.Module):
         context: builds the residual sums.
         sites: canonical names of the two branches; dropout masks are keyed by them.
         norms: the norms before attention and before the MLP.
-        attention, mlp: the two branches.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
+        branches: attention and the MLP.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
             shape; attention's forward also takes the `TokenLayout`.
     """
 
     def __init__(
-        self,
-        context: BuildContext,
-        sites: tuple[str, str],
-        norms: Sequence[nn.Module],
-        attention: nn.Module,
-        mlp: nn.Module,
+        self, context: BuildContext, sites: tuple[str, str], norms: Sequence[nn.Module], *branches: nn.Module
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms[:2]
-        self.attention, self.mlp = attention, mlp
+        self.attention, self.mlp = branches
         self.attention_residual, self.mlp_residual = map(context.residual, sites)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
