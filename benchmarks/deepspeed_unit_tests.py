@@ -98,7 +98,7 @@ def _kind(test: str, end: str) -> tuple[str, str]:
     return KINDS[1 if end.startswith("refused ") else 3], text.replace("|", "/")[:300]
 
 
-# What follows runs within pytest, of which this file is a plugin.
+# What follows runs within pytest, as its plugin.
 if os.environ.get(SIDE) == "megazero":
     from megazero.deepspeed import mirror
 

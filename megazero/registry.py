@@ -58,7 +58,7 @@ class Registry(Generic[T]):
     Args:
         what: the noun for messages, such as "schedule".
         built_in: "module:attribute" of the package's own implementations, by name.
-        base: "module:attribute" of the class of which instances are registered; "" for functions.
+        base: "module:attribute" of the base class of what is registered; "" for functions.
     """
 
     def __init__(self, what: str, built_in: Mapping[str, str], base: str = "") -> None:

@@ -1,6 +1,6 @@
 """What a rank keeps for its backward passes: by the formula of every pipeline rank, and counted on a rank that runs.
 
-RankActivations     plan/activation_bytes.py, for each layer's policy, walked through the rank's actions
+RankActivations     tests/activation_formula.py, for each layer's policy, walked through the rank's actions
 SavedMemory         hooks around a step: every tensor that autograd saves, each storage once
 Alive               every tensor that operators make, each storage once
 """

@@ -148,9 +148,9 @@ def _steps_of_shards(
 @pytest.mark.parametrize(
     ("world", "patterns", "model", "graphs"),
     [(1, ["random", "ones"], GPT2 | {"num_layers": 2}, 6 + 2), (2, ["random", "whole", "edges"], LLAMA, 9 + 2)],
-    ids=["documents", "parts of documents"],
+    ids=["documents", "shards of documents"],
 )
-def test_parts_of_samples_compile_once(world: int, patterns: list[str], model: dict[str, Any], graphs: int) -> None:
+def test_shards_of_samples_compile_once(world: int, patterns: list[str], model: dict[str, Any], graphs: int) -> None:
     """Not for each micro-batch nor each block, whatever the documents; tracing stops before attention, and before the tables
     of positions."""
     runs = _runs(

@@ -20,7 +20,7 @@ ANNEXES = {table.parent.name for table in PACKAGE.glob("*/annex.toml")}
 
 
 def _entered(rank: int, run: ResolvedRun) -> list[str]:
-    """The package's files of which the second step, or the thread that reads for it, calls a function."""
+    """The package's files with a function that the second step, or the thread that reads for it, calls."""
     found, intact, intact_read = set[str](), Trainer._step, Trainer._read
 
     def note(frame: Any, event: str, _: object) -> None:

@@ -36,7 +36,7 @@ def _run(world: int, parallel: dict[str, Any], **sections: dict[str, Any]) -> Re
 def _problem(run: ResolvedRun, build: Build = build_engine) -> str:
     with patch.object(dry_runs, "build_engine", build):
         found = dry_run(run, per_node=run.world_size, on_cuda=False)
-    assert bool(found.problems) != bool(set(found.ranks) == set(found.compared))
+    assert bool(found.problems) != bool(set(found.ranks) == set(found.steppers))
     said = dry_run_text(found, None)
     assert all(problem in said for problem in found.problems)
     assert f"{len(found.ranks)} of {run.world_size} ranks ran a step" in said

@@ -95,13 +95,13 @@ def test_the_file_of_a_run_keeps_the_shape_it_was_written_with_for_other_worlds(
         assert resolve(RunConfig.model_validate(file), world) == elastic(world, shapes, **sections)
 
 
-def test_a_second_copy_that_the_ranks_cannot_share_is_given_up_with_a_notice() -> None:
+def test_a_secondary_shard_that_the_ranks_cannot_form_is_given_up_with_a_notice() -> None:
     zero = {"stage": 3, "secondary_shard_size": 2}
     assert elastic(4, zero=zero).config.zero.secondary_shard_size == 2
     for world in (2, 3):
         run = elastic(world, zero=zero)
         assert run.config.zero.secondary_shard_size == 0
-        told = f"zero.secondary_shard_size=2 does not divide {world} ranks into groups: weights have no second copy"
+        told = f"zero.secondary_shard_size=2 does not divide {world} ranks into groups: weights have no secondary shard"
         assert told in run.notices
 
 

@@ -300,6 +300,7 @@ def test_a_pages_commands_are_commands(page: Path) -> None:
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
         else:
+            assert "megazero" not in words[1:], f"two commands on one line: {words}"
             _check_megazero(words[1:])
 
 

@@ -409,7 +409,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name: str, 
         assert model_section(left) == model_section(filled), key
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "mistral no window"])  # of which it makes no mask
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mistral no window"])  # it gets no mask
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_layer_types_mean_what_transformers_computes_with_them(name: str, kind: str, folder: Path) -> None:
     """Or are refused.  The last token's weights say to how many positions transformers lets it attend."""

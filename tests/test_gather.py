@@ -91,7 +91,7 @@ class _OtherOrder(_Chain):
 
 
 class _Branches(_Chain):
-    """Blocks beside one another, of which two share a gather buffer."""
+    """Blocks next to one another, two of which share a gather buffer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.blocks[0](x) * self.blocks[2](x) + self.blocks[4](self.blocks[1](x))).square().mean()
@@ -674,7 +674,7 @@ def test_weights_that_leave_in_an_object_are_refused() -> None:
 
 
 class _Routed(_Chain):
-    """A batch (order, x) goes through these blocks, of which one is larger."""
+    """A batch (order, x) goes through these blocks, one of which is larger."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -182,7 +182,7 @@ def test_a_trainer_state_with_a_value_of_another_type_is_damaged_and_the_key_is_
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
-    """Files beside ours, directories of which nothing says that a checkpoint wrote them, and what a link points to."""
+    """Files beside ours, directories that nothing shows to be a checkpoint's, and what a link points to."""
     elsewhere = _write(tmp_path / "elsewhere", 1)
     for step in (2, 4, 9):
         _write(tmp_path, step)

@@ -133,7 +133,7 @@ def has_order(before: dict) -> bool:
 
 
 def can_run(schedule: Schedule, placed: Program) -> bool:
-    """Whether the events of a program have an order on both machines, of which `nccl.py` is the emulation."""
+    """Whether the events of a program have an order on both machines that `nccl.py` emulates."""
     for rank, steps in enumerate(placed):
         done, opened = set(), set()
         for step, following in itertools.zip_longest(steps, steps[1:]):

@@ -124,8 +124,8 @@ def test_steps_without_peers_are_the_same(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
-def test_a_file_is_stepped_part_by_part(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many more parts than buffers, and the last one shorter."""
+def test_a_file_is_stepped_slice_by_slice(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more slices than buffers, and the last one shorter."""
     monkeypatch.setattr(megazero.zero.optimizer, "FILE_SLICE_ELEMENTS", 7)
     monkeypatch.setattr(megazero.zero.offload, "FILE_SLICE_ELEMENTS", 7)
     run_world(2, lambda rank: _steps(rank, 2, name, (0, 3), {"optimizer": "nvme", "nvme_path": str(tmp_path)}))

@@ -305,7 +305,7 @@ class _Disk:
 
 
 def _write_steps(_: int, folder: Path) -> tuple[list[str], list[int], list[int]]:
-    """Ten steps, of which the disk takes three, then none, and from step 7 on all."""
+    """Ten steps: the disk takes three of them, then none, and all from step 7 on."""
     said: list[str] = []
     metrics, board = (
         MetricsFile(folder / "metrics.jsonl", 0, said.append),

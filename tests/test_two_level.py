@@ -98,7 +98,7 @@ def test_a_sum_is_as_close_as_a_flat_one_and_the_same_on_every_rank(dtype: torch
 
 
 def _random_sequence(rank: int, seed: int) -> None:
-    """Operations on three axes, of which two share the first level's kind of memory, started and waited for at random.
+    """Operations on three axes, two of which share the first level's kind of memory, started and waited for at random.
 
     Ranks agree on the order of reductions and on that of gathers over an axis, and on nothing else.
     """

@@ -42,7 +42,7 @@ if DEVICE.type == "cpu" and not torch.cuda.device_count():  # nothing can be for
 
 
 def _use_huge_pages() -> None:
-    """A fork copies an entry for each page, of which a process with torch has 60,000; of 2 MiB each they are 150, and it
+    """A fork copies an entry for each page.  A process with torch has 60,000 of them; of 2 MiB each they are 150, and it
     takes a third of the time.  Where the kernel does not know how (Linux 6.1), all stays as it is."""
     collapse, size = 25, 2 << 20  # MADV_COLLAPSE
     madvise, maps = ctypes.CDLL(None).madvise, Path("/proc/self/maps").read_text()

@@ -179,7 +179,7 @@ class Folder(ABC):
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
-        """Remove files, of which some may not exist."""
+        """Remove files.  Some of them may not exist."""
 
     @abstractmethod
     def remove_empty(self) -> None:

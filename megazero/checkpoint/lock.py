@@ -242,7 +242,7 @@ class Ownership:
         self._error: OwnerError | None = None
         self._thread = threading.Thread(target=self._send_heartbeats, name="lock", daemon=True)
         self._over = threading.Event()
-        # When the last look at the locks began, and the look after which a step has waited for the next.
+        # When the last look at the locks began, and the look after which `check` has already waited once for a newer one.
         self._looked, self._waited = _now(), 0.0
 
     def __enter__(self) -> Self:

@@ -71,7 +71,7 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which rows are read on demand.
+    """A tensor in a file.  Its rows are read on demand.
 
     The tensors that it returns may be memory-mapped views of the file: do not write into them.
     Raises: what `read_errors` lists.

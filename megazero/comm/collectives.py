@@ -295,8 +295,8 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def all_to_all_rows(out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Pending:
-    """Send the first `sends[0]` rows of `x` to rank 0, the next `sends[1]` to rank 1, and so on; receive `out`
-    likewise.
+    """Send the first `sends[0]` rows of `x` to rank 0, the next `sends[1]` to rank 1, and so on; fill `out` with the
+    rows from rank 0, then from rank 1, and so on.
 
     Args:
         out, x: [sum of receives, ...] and [sum of sends, ...]; contiguous.  Do not change `x` before `wait`.

@@ -68,9 +68,8 @@ class LostPeerError(RuntimeError):
         super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
 
     def _text(self, where: str, found: str) -> str:
-        called = (
-            f"{self.operation} over {self.axis}, as rank {self.rank} of ({listed([*map(str, self.ranks)])}),{where}"
-        )
+        ranks = listed([*map(str, self.ranks)])
+        called = f"{self.operation} over {self.axis}, as rank {self.rank} of ({ranks}),{where}"
         return f"{called} did not finish: {found} ({self.reason})"
 
     def explain(self, step: int, found: str) -> None:

@@ -110,7 +110,7 @@ def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
 
 
 def micro_batch_multiple(parallel: ParallelConfig) -> int:
-    """Return the number of which the schedule needs a multiple of micro-batches, at the pp of this world."""
+    """Return a number that must divide the number of micro-batches of a step, for this schedule and pp."""
     return SCHEDULES[parallel.schedule].microbatch_multiple(parallel.pp)
 
 
@@ -223,7 +223,7 @@ def fit(config: RunConfig, world_size: int) -> Fit:
         group = 0
     second, shards = config.zero.secondary_shard_size, group or dp * shape.cp
     if second and (second >= shards or shards % second):
-        effect = f"does not divide {shards} ranks into groups: weights have no second copy"
+        effect = f"does not divide {shards} ranks into groups: weights have no secondary shard"
         notices.append(f"zero.secondary_shard_size={second} {effect}")
         second = 0
     ep = gcd(parallel.ep, ranks := shape.tp * shape.cp * dp)

@@ -213,7 +213,7 @@ class SharedMemoryBackend:
         return self.reduce.start(label_of("ring_shift", x, axis), rounds)
 
     def check_order(self) -> None:
-        """Do nothing: every gather compares labels anyway."""
+        """No-op: here each gather already checks that all ranks gather the same thing."""
 
     def link_bytes(self, *_: object) -> int:
         """Return 0: all ranks are on one host."""

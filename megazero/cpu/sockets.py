@@ -134,7 +134,7 @@ class SocketBackend(TorchBackend):
         return (full.numel() - mine + mine * (axis.size - 1)) * full.element_size()
 
     def check_order(self) -> None:
-        """Do nothing: every gather compares labels anyway."""
+        """No-op: here each gather already checks that all ranks gather the same thing."""
 
 
 def _exchange(arriving: _Tensors, leaving: _Tensors, axis: Axis, tag: int) -> Wait:

@@ -1,8 +1,8 @@
 """Stage 0 between CPU hosts: part of the traffic of a step overlaps the next forward.
 
 On a slow link, a backward cannot hide an all-reduce of all gradients, while the link is idle during the forward.
-Therefore the optimizer state of the buckets that a forward uses first is sharded as at stage 1.  This sends as many
-bytes, but half of them after the update:
+Therefore the optimizer state of the buckets that a forward uses first is sharded as at stage 1.  The
+bytes stay the same, but half of these buckets' bytes are sent after the update:
 
     backward     all-reduce(3) reduce-scatter(2) (1) (0)    update    next forward
     network      [ 3, twice  ][ 2 ][ 1 ][ 0 ]                         [ 0 ][ 1 ][ 2 ]    all-gathers of weights

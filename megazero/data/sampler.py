@@ -55,7 +55,15 @@ class Windows:
     def over(
         cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source", borders: DocumentBorders | None = None
     ) -> Windows:
-        """Cut a stream into windows.  `name` is for errors.  Raises: ValueError: it has fewer tokens than one sample."""
+        """Cut a token stream into consecutive windows of `seq_len` targets.
+
+        Args:
+            name: names the source in errors.
+            borders: where documents end.
+
+        Raises:
+            UnfitDataError: the stream has fewer tokens than one sample.
+        """
         count = (len(tokens) - 1) // seq_len
         if count < 1:
             sample = f"one sample of seq_len + 1 = {seq_len + 1:,}; use more data or a shorter seq_len"

@@ -169,7 +169,9 @@ class ScriptBuffers(GatherBuffers):
         super().forget()
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """Return a whole copy of a parameter in its own memory, from the bucket's buffer if that holds the weights."""
+        """Return an unsharded copy of a parameter: from the gather buffer if it holds exact weights, else by an all-gather
+        (collective).
+        """
         if self.source.is_exact and self.holds(bucket):
             self.wait(bucket)
             flat = bucket.weights

@@ -14,8 +14,8 @@ from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.sharded_model import ShardedModel
 
-# Returns the initial values of a parameter that has no memory yet, by its name; None if they are not known.  It is
-# called once for each.
+#: Returns the initial values of a parameter that has no memory yet, by its name; None if they are not known.  It is
+#: called once for each.
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 
@@ -35,9 +35,9 @@ def load_values(
     for copies in copies_of_buckets(model.parameters.buckets):
         layout = copies[0].layout
         flat = torch.zeros(layout.padded_numel, device=model.policy.device)
-        for slot in layout.slots:
+        for slot, *tied in zip(*(bucket.layout.slots for bucket in copies), strict=True):
             name = slot.info.name
-            own = values.pop(name, None)
+            own, *_ = [values.pop(copy.info.name, None) for copy in (slot, *tied)]
             if dp.index == 0:
                 own = deferred(name) if own is None else own
                 if own is None:

@@ -1,6 +1,6 @@
 """The contents of a checkpoint of another framework, under its own names, and a match of our tensors with them.
 
-files of theirs --reader--> ForeignCheckpoint --match_kinds--> our names, shapes, order --write_step--> a step of ours
+files of theirs --reader--> ForeignCheckpoint --match_state--> our names, shapes, order --write_step--> a step of ours
                             their names, lazy                  still lazy                   one tensor at a time
 """
 
@@ -183,7 +183,7 @@ def match_state(
         model: the resolved model.
         shapes: shapes of our logical tensors, by name.
         tables: tables of names; one of them must fit.
-        described_by: the file that describes the model, for messages.
+        model_source: the file that describes the model, for messages.
         ignore: patterns, as for file names, of names that may be left out.
 
     Raises:
@@ -266,7 +266,7 @@ def _best_table(
 
     def candidates() -> Iterator[NameTable]:
         for table in tables:
-            ends = table.theirs(table.embedding).name, table.head  # of which a tied model may have either
+            ends = table.theirs(table.embedding).name, table.head  # a tied model may have either
             prefixes = {name.removesuffix(end): None for name in stored for end in ends if name.endswith(end)}
             valid = [prefix for prefix in prefixes if prefix.endswith(".")]
             yield from (replace(table, prefix=prefix) for prefix in [*valid, ""])

@@ -1,7 +1,7 @@
 """Imports a transformers model directory as a checkpoint that a run can resume.
 
     config.json            ->  [model] section, or an error with the reasons
-    model*.safetensors     ->  step 0 of kind `model`, under the names that transformers writes today
+    model*.safetensors     ->  step 0 of state kind `model`, under the names that transformers writes today
     pytorch_model*.bin
     tokenizer.json, ...    ->  the same files
                            +   trainer_state.json, model.toml, manifest.json (last)
@@ -172,7 +172,7 @@ def write_step(
     Args:
         target: the folder.
         model: the resolved model.
-        kinds: tensors by kind and by our name.  Weights are stored in `dtype`, buffers and everything else in fp32.
+        states: tensors by state kind and by our name.  Weights are stored in `dtype`, buffers and everything else in fp32.
         trainer: the state from which a run continues.
         toml: the text of `model.toml`.
         files: further small files by name.
@@ -188,15 +188,15 @@ def write_step(
     weights_dtype = DTYPES[dtype] if dtype else reduce(torch.promote_types, found)
     records: dict[str, FileRecord] = {}
     small, tensor_bytes = dict(files), 0
-    for kind, tensors in states.items():
-        stored = weights_dtype if kind == MODEL else torch.float32
+    for state_kind, tensors in states.items():
+        stored = weights_dtype if state_kind == MODEL else torch.float32
         layout: Layout = {name: (stored, tensor.shape) for name, tensor in tensors.items()}
         layout |= {name: (torch.float32, layout[name][1]) for name in in_fp32 & layout.keys()}
-        metadata = {"kind": kind, "step": str(trainer.step)}
-        read = partial(_read, tensors, kind)
-        written = write_shards(target, layout, read, max_shard_bytes, state_kind=kind, metadata=metadata)
+        metadata = {"kind": state_kind, "step": str(trainer.step)}
+        read = partial(_read, tensors, state_kind)
+        written = write_shards(target, layout, read, max_shard_bytes, state_kind=state_kind, metadata=metadata)
         records |= written.records
-        small[index.index_name(kind)] = written.index
+        small[index.index_name(state_kind)] = written.index
         tensor_bytes += written.tensor_bytes
     dtype_name = DTYPE_NAMES[weights_dtype]
     small |= {

@@ -27,7 +27,10 @@ _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME 
 
 
 def local_source(source: str | Path) -> LocalFolder:
-    """Return the path to import.  Raises: CheckpointError: it does not exist, or git-lfs has not fetched it."""
+    """Return the local folder or file to import from.
+
+    Raises: CheckpointError: it does not exist, or git-lfs has not fetched it.
+    """
     folder = LocalFolder(Path(source))
     if not folder.path.exists():
         raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")

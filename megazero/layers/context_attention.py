@@ -116,7 +116,7 @@ class Ring:
 
         Args:
             grad, out: with the shape of q.
-            q, k, v, part: as in `forward`.
+            q, k, v, shard: as in `forward`.
             lse: as returned by `forward`.
             of_keys: from `key_gradients`.
         """

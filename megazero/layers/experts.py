@@ -404,9 +404,8 @@ class Balance:
         return self.aux * experts / k * (fraction * score).sum()
 
 
-_LEAST_SUM = (
-    1e-20  # added to the sum of a token's scores, which may be 0, before a division by it; changes no other sum
-)
+# Added to the sum of a token's scores, which may be 0, before a division by it.  Changes no other sum.
+_LEAST_SUM = 1e-20
 
 
 @dataclass(frozen=True)

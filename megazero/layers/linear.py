@@ -136,7 +136,7 @@ class GradientAccumulator(Protocol):
         """Add the gradient of a micro-batch."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient, a sum of a.T @ b; one bucket of the weight at a time if `factors` is a list."""
+        """Add one micro-batch's gradient, a sum of a.T @ b; one bucket chunk at a time if `factors` is a list."""
 
     def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> None:
         """Add one micro-batch's gradient of the stacked expert matrices: a.T @ b over the rows of each expert."""

@@ -308,7 +308,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
-        if len(ctx.head.logits.chunks(x, weight)) == 1:  # a weight in several buckets uses the pair more than once
+        # A weight in several bucket chunks uses the pair more than once.
+        if len(ctx.head.logits.chunks(x, weight)) == 1:
             factors = list(factors)
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.head.wgrad_queue.add_now(ctx.parameter, factors)

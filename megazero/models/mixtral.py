@@ -71,7 +71,7 @@ MIXTRAL_FORMAT = LLAMA_FORMAT.variant("mixtral", read_extra=_read_extra, lost=lo
 
 
 class MixtralFamily(ExpertFamily):
-    """Mixtral, the gates of which are always renormalized."""
+    """Mixtral.  Its gates are always renormalized."""
 
     def rules(self) -> tuple[ModelRule, ...]:
         """Return the rules of families with experts, and that gates are renormalized."""

@@ -147,5 +147,8 @@ class Axis:
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for messages of host memory among these ranks.  Raises: RuntimeError, as `process_group`."""
+        """The process group for sending tensors in host memory among these ranks.
+
+        Raises: RuntimeError, as `process_group`.
+        """
         return self.process_group if self.group is None or self.group.host is None else self.group.host

@@ -74,11 +74,19 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to look at.")] = None,
     tokens: Annotated[float | None, _POSITIVE(help="Tokens of the run; by default, those of training.steps.")] = None,
     dollars_per_hour: Annotated[float | None, _NUMBER(help="Price of a device.")] = None,
-    failures_per_million_hours: Annotated[float, _NUMBER(help="Of one device; Llama 3's by default.")] = _FAILURES,
+    failures_per_million_hours: Annotated[
+        float, _NUMBER(help="Failures in a million device hours; by default, those of Llama 3.")
+    ] = _FAILURES,
     restart_minutes: Annotated[float, _NUMBER(help="From a failure until the run trains again.")] = 10,
-    storage_gb_per_second: Annotated[float, _POSITIVE(help="Of a node; Llama 3's by default.")] = _STORAGE,
-    corrected_by: Annotated[Path | None, typer.Option(help="A plan.json: scale by its measured / planned.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Write plan.json to training.run_dir; train reads it.")] = False,
+    storage_gb_per_second: Annotated[
+        float, _POSITIVE(help="GB/s that a node writes while all nodes write; by default, those of Llama 3.")
+    ] = _STORAGE,
+    corrected_by: Annotated[
+        Path | None, typer.Option(help="The plan.json of a run: scale the time by its measured / planned seconds.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Write plan.json to training.run_dir; train compares the run with it.")
+    ] = False,
     html: Annotated[Path | None, _FILE(help="Write a page for a browser.")] = None,
     as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers to a file; - prints them alone.")] = None,
 ) -> None:

@@ -61,7 +61,7 @@ class DryRun:
     Args:
         grid: the grid of the whole world.
         simulated: ranks whose engine was built.
-        compared: ranks that began their steps.
+        steppers: the simulated ranks that run their steps; for the others only the engine is built.
         ranks: records of the ranks that ended their steps.
         problems: reasons for which a real start would fail or hang; empty if none was found.
         notes: differences from the real run.
@@ -70,7 +70,7 @@ class DryRun:
 
     grid: RankGrid
     simulated: tuple[int, ...]
-    compared: tuple[int, ...]
+    steppers: tuple[int, ...]
     ranks: Mapping[int, DryRank]
     problems: tuple[str, ...]
     notes: tuple[str, ...]

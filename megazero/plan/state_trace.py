@@ -73,13 +73,14 @@ class StateTrace:
     Args:
         kinds: bytes on the device throughout a step, by kind.  On a CPU, they include host memory.
         counted: bytes after a step as the engine counts them, by kind; the kind names the place if off the device.
-        levels: bytes as gradients arrive, by (is a later micro-batch, chunk, unit of the chunk) and parameter.
+        levels: bytes as gradients arrive, by (is a later micro-batch, virtual stage, unit of the stage)
+            and parameter.
         end: most bytes beyond `kinds` at the end of the step.
         traffic: traffic of a step by (axis, operation), without that of layers and without messages of the pipeline.
-        elements: parameters of each unit on this rank, by chunk.
+        elements: parameters of each unit on this rank, by virtual stage.
         stepped: elements whose optimizer state this rank owns, padding included.
         communicators: number of groups with several ranks that this rank belongs to.
-        cuts: parameters with gradients in several buckets, by chunk and unit of the chunk.
+        cuts: parameters with gradients in several bucket chunks, by virtual stage and unit of the stage.
         messages: collectives that start in each action of a short step, at the end of the passes, and in the update.
     """
 

@@ -144,7 +144,7 @@ def _run(plan: Plan) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit of which they are at least two."""
+    """Format seconds in the largest unit that gives at least 2."""
     for unit, size in (("days", 24 * HOUR), ("hours", HOUR), ("minutes", MINUTE)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"

@@ -64,7 +64,7 @@ class LayerKey(NamedTuple):
 
 #: EMBEDDING, HEAD, or a key that all equal layers share.
 UnitKey: TypeAlias = str | LayerKey
-#: The parameters of a unit whose gradients lie in several buckets, and the fraction in each bucket.
+#: The parameters of a unit with gradients in several bucket chunks, by name, and the slot in each chunk.
 Cuts: TypeAlias = tuple[tuple[str, tuple[ChunkSlot, ...]], ...]
 
 

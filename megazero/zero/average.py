@@ -23,9 +23,9 @@ class WeightAverage:
         has_begun: the average holds weights, because it was updated or loaded.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], offload: StateMemory) -> None:
+    def __init__(self, buckets: Sequence[Bucket], memory: StateMemory) -> None:
         trained = [bucket for bucket in buckets if bucket.layout.trains]
-        self.arrays = {b: offload.allocate(b.residency.state_on, b.master.numel, torch.float32) for b in trained}
+        self.arrays = {b: memory.allocate(b.residency.state_on, b.master.numel, torch.float32) for b in trained}
         self.has_begun = False
 
     def update(self, weight: float) -> None:
@@ -37,7 +37,7 @@ class WeightAverage:
             average.flush()
             values = average.read(start, stop)
             values.lerp_(master.read(start, stop).to(values.device), weight)
-            if average.tensor is None:  # in a file, of which this is a copy
+            if average.tensor is None:  # in a file: `values` is a copy
                 average.write(start, values)
         self.has_begun = True
 

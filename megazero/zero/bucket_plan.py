@@ -55,7 +55,7 @@ from megazero.zero.sharding import BLOCK, BucketLayout, ParamInfo, ShardingPolic
 from megazero.zero.storage import StateMemory
 from megazero.zero.units import RankModel, UnitModule, check_parameters, logical_rows
 
-_SMALL_FRACTION = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
+_SMALL_FRACTION = 1 / 16  # together with an oversized parameter, others may fill at most this fraction of a bucket
 _ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
 _MORE_FOR_BUCKETS = 1 / 32  # gather buffers may grow by this fraction so that units have several buckets
 _FP32_BYTES = 4
@@ -161,7 +161,7 @@ def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
     If more shared a bucket with the large parameter, they would wait for its gradient, and it for theirs.
     """
     sizes, shards = [prod(info.shape) for info in members], members[0].placement.shard.size
-    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_FRACTION) <= limit
+    return sum(sizes) <= limit or sum(sizes) - max(sizes) <= min(limit / shards, limit * _SMALL_FRACTION)
 
 
 def plan_buckets(

@@ -30,7 +30,7 @@ from megazero.zero.sharding import intersect
 
 
 class _OwnedRows(NamedTuple):
-    """The rows of one matrix of which elements lie in this rank's shard.
+    """The rows of one matrix that this rank's shard covers, some of them in part.
 
     Args:
         squares: the largest magnitude of each square of the matrix.

@@ -440,11 +440,13 @@ class UnitGatherer:
             unit.detach()
 
     def run(self, unit: Unit, *, is_forward: bool) -> None:
-        """Record that a unit starts, and start the gathers of the next units; see [Note: gathers ahead]."""
+        """Call when a unit's forward or backward starts: record it, and start the gathers of the units predicted next;
+        see [Note: gathers ahead].
+        """
         self.order.record(unit.index, is_forward)
         if self.buffers.is_full and not self.plan.shares_buffers:
             return
-        running = [*(outer for outer, _ in self.running), unit]  # last: it holds a shared buffer
+        running = [*(outer for outer, _ in self.running), unit]  # last, so that it wins a shared buffer
         needed = {storage_of(bucket.weights): bucket for user in running for bucket in user.buckets}
         ahead, waiting = self.plan.ahead(needed, self.order.upcoming())
         for bucket in ahead:

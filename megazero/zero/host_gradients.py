@@ -23,7 +23,7 @@ _ADDING = 2  # results that wait on the host to be added
 
 
 class OffloadedReductions(ReductionQueue):
-    """A `ReductionQueue` for buckets of which some keep their gradients on the host."""
+    """A `ReductionQueue` that keeps the gradients of some buckets on the host."""
 
     def __init__(self, plan: ReductionPlan, policy: ShardingPolicy, replicas: ReplicaSums | None) -> None:
         super().__init__(plan, policy, replicas)

@@ -34,7 +34,7 @@ _NORM_BLOCK = 256  # as fast as longer blocks, and 30 times more exact
 
 @dataclass
 class ReductionTask:
-    """One reduction of a bucket, or of a part of it, from its start until its result has arrived."""
+    """One reduction of a bucket chunk, from its start until its result has arrived."""
 
     bucket: Bucket
     elements: Interval  # the reduced elements of every shard
@@ -123,8 +123,8 @@ class ReductionPlan:
         ways: how each bucket is reduced.
         most_in_flight: most reductions that run at once.
         smallest_buffer: smallest size of a buffer, in elements; most buffers have this size, so that they can be
-            reused.  If gradients are accumulated in buffers, any part of any bucket fits into a buffer of this size.
-        most_bytes: limit of the bytes of all working buffers.  Parts that are filled at the same time may exceed it
+            reused.  If gradients are accumulated in buffers, any bucket chunk fits into a buffer of this size.
+        most_bytes: limit of the bytes of all working buffers.  Chunks that are filled at the same time may exceed it
             together; the excess is freed at the end of the step.
     """
 

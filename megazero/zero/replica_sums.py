@@ -88,7 +88,7 @@ class ReplicaSums:
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:
-    """Sum over tp the gradients of parameters of which each tp rank computes only a partial gradient.
+    """Sum over tp the gradients of parameters for which each tp rank computes only a partial gradient.
 
     Args:
         device: where the sum runs; the same kind on all ranks.

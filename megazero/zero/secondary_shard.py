@@ -62,5 +62,5 @@ class SecondarySource(ShardSource):
 
 
 def _shard_on(axis: Axis, weights: Tensor) -> Tensor:
-    """Return this rank's shard of full weights on the secondary axis, the size of which divides that of the shard axis."""
+    """Return this rank's shard of full weights on the secondary axis; the shard axis has a multiple of its ranks."""
     return weights.view(axis.size, -1)[axis.index]

@@ -161,8 +161,7 @@ def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
 
 
 def expert_placement_of(state: ParallelState, zero: ZeroConfig) -> Placement | None:
-    """Return the placement of experts, the state of which is shared by all ranks with the same experts.  A collective
-    call.
+    """Return the placement of experts: the ranks that hold the same experts share their state.  A collective call.
 
     Returns:
         None if these are the ranks that share all other parameters.
@@ -333,9 +332,7 @@ class BucketLayout:
 
     @property
     def tie(self) -> str | None:
-        """The logical name of a parameter that several stages hold.  Such a parameter has a bucket of its
-        own.
-        """
+        """The logical name of a parameter that several stages hold.  Such a parameter has a bucket of its own."""
         return self.first.spec.name if self.first.spec.tied else None
 
     @cached_property

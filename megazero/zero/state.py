@@ -32,9 +32,8 @@ class ShardedState:
     ) -> None:
         self.parameters, self.optimizer, self.average = parameters, optimizer, average
         self.policy, self.buckets = parameters.policy, parameters.buckets
-        self._wait_for_gathers = (
-            parameters.gathers.wait
-        )  # before every access: a shard that is being sent must not change
+        # before every access: a shard that is being sent must not change
+        self._wait_for_gathers = parameters.gathers.wait
 
     @property
     def state_kinds(self) -> tuple[str, ...]:

@@ -96,8 +96,8 @@ def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module,
 
 
 def describe(model: nn.Module) -> Iterator[ModelParam]:
-    """Yield every parameter of a module once, in module order.  Tp does not split a parameter that has no
-    entry in `specs`.
+    """Yield every parameter of a module once, in module order.  Tp does not split a parameter that has no entry in
+    `specs`.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():

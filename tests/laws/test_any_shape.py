@@ -136,7 +136,7 @@ def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, A
     _assert_agrees(run_world(world, train, run)[0], _plain("llama", True, CLIP))
 
 
-def _train_in_parts(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+def _train_in_bucket_chunks(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     if engine.batch_slice.tokens:  # this rank has the embedding
         assert any(len(bucket.gradient_chunks) > 2 for bucket in engine.sharded_model.reducer.buckets)
     return train_on(engine, run)
@@ -147,17 +147,17 @@ def _train_in_parts(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     [({}, 1000), ({}, 8), ({"pp": 2, "schedule": "zbv"}, 8)],
     ids=["one chunk", "chunks of the loss", "zbv, chunks of the loss"],
 )
-def test_weights_that_are_reduced_in_parts_have_the_plain_models_gradients(
+def test_weights_that_are_reduced_in_bucket_chunks_have_the_plain_models_gradients(
     parallel: dict[str, Any], chunk_tokens: int
 ) -> None:
-    """Embedding and head as large as several blocks: stage 3 has no smaller parts."""
+    """Embedding and head as large as several blocks: stage 3 has no smaller chunks."""
     stages = parallel.get("pp", 1)
     model = (UNTIED if parallel or chunk_tokens == 8 else GPT2) | {"vocab_size": 961, "num_layers": 2 * stages}
     zeros = [{"stage": 2}, {"stage": 3, "offload": {} if parallel else {"optimizer": "cpu"}}]
     training = {"accumulation": 2 * stages, "logits_chunk_bytes": chunk_tokens * 961 * 4}
     runs = [run_of(2 * stages, model=model, parallel=parallel, zero=zero, training=training) for zero in zeros]
     plain = train_plainly(run_of(1, model=model))
-    results = run_world(2 * stages, on_one_state, runs, _train_in_parts)[0]
+    results = run_world(2 * stages, on_one_state, runs, _train_in_bucket_chunks)[0]
     for zero, got in zip(zeros, results, strict=True):
         _assert_agrees(got, plain, str(zero))
 

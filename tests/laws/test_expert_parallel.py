@@ -284,7 +284,7 @@ def _unshared_bias() -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", dict.fromkeys(case["place"] for case in BIASED))
 def test_a_bias_moves_against_the_global_load_by_the_same_bits_on_every_shape(place: str) -> None:
-    """All else is what one rank gives, of which tests/test_families.py compares this model with transformers'."""
+    """All else is what one rank gives; tests/test_families.py compares this model on one rank with transformers'."""
     wanted = _unshared_bias()
     assert wanted["tokens"].sum(1).tolist() == [SAMPLES * 16 * 3] * 3  # one layer has no experts
     cases = [case for case in BIASED if case["place"] == place]

@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
 def _logits(
     block: int, layers: tuple[int, ...], weights: dict[str, Tensor], config: PlainConfig, tokens: Tensor, *_: Any
 ) -> Tensor:
-    """Llama or Mixtral in plain formulas, of which some layers multiply in fp8; q, k and v are one product, as are gate and
+    """Llama or Mixtral in plain formulas; some layers multiply in fp8; q, k and v are one product, as are gate and
     up."""
 
     def linear(x: Tensor, *names: str) -> Tensor:

@@ -255,7 +255,7 @@ SKIPPED = [step in OVERFLOWS for step in range(len(TRACE))]
 def _scaled_run(
     rank: int, run: ResolvedRun, origin: Path | None, steps: range, saves: dict[int, Path]
 ) -> dict[str, Any]:
-    """Steps of which some overflow on rank 0; some are saved."""
+    """Some of these steps overflow on rank 0; some are saved."""
     engine = engine_on(rank, run, init_weights=origin is None)
     if origin is not None:
         assert engine.load(origin, "data").step == steps.start

@@ -185,7 +185,7 @@ def _weights(sharded: Sharded) -> dict[str, Tensor]:
 def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_exact(
     shares_memory: bool, tmp_path: Path
 ) -> None:
-    """Its own part included; a copy for a script has the exact weights, also where a second copy holds others."""
+    """Its own shard included; a copy for a script has the exact weights, also where a secondary shard holds others."""
     disk = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path)}
 
     def law(rank: int) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_ex
                 for slot in bucket.layout.slots:
                     values = found[f"{name} {bucket.layout.name}"][slot.start : slot.stop]
                     plain.get_parameter(slot.info.name).data.copy_(values.view(slot.info.shape))
-            for _ in range(2):  # from the second copy, too
+            for _ in range(2):  # from the secondary shard, too
                 assert sharded.module(x.to(dtype)) == plain(x.to(dtype))
             assert_same(sharded.whole("master"), given, rtol=0.0, atol=0.0)
             sharded.step([x.to(dtype)])
@@ -393,7 +393,7 @@ def test_groups_that_hold_the_same_shards_round_on_their_own() -> None:
     assert sorted(run_world(4, _sender)) == [0, 1, 2, 3]
 
 
-def test_a_second_copy_and_the_same_command_give_the_same_bits() -> None:
+def test_a_secondary_shard_and_the_same_command_give_the_same_bits() -> None:
     zeros = [BOTH, BOTH, BOTH | {"secondary_shard_size": 2}]
     runs = [run_of(4, model=UNTIED, zero={"stage": 3} | zero, training={"accumulation": 2}) for zero in zeros]
     first, *others = run_world(4, _replicated, runs)[0]

@@ -1,5 +1,5 @@
-"""Stage 3 and hybrid sharding where ranks are on several hosts: a second copy of the weights within each host, gathers ahead
-of their use, sums over replicas during the backward.  None of it changes a bit, but where sums take another order."""
+"""Stage 3 and hybrid sharding where ranks are on several hosts: a secondary shard of the weights within each host, gathers
+ahead of their use, sums over replicas during the backward.  None of it changes a bit, but where sums take another order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _assert_equal_bits(a: dict[str, Any], b: dict[str, Any], case: object) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A second copy of the weights
+# A secondary shard of the weights
 
 
 # As many bytes as hold two blocks, so that units take turns in three buffers or more.
@@ -77,7 +77,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("world", "parallel", "cases"), SHAPES, ids=["dp 4", "interleaved", "tp 2"])
-def test_a_second_copy_and_gathers_ahead_change_no_bit_even_if_every_result_comes_late(
+def test_a_secondary_shard_and_gathers_ahead_change_no_bit_even_if_every_result_comes_late(
     world: int, parallel: dict[str, Any], cases: list[dict[str, Any]]
 ) -> None:
     """fp32 and bf16, several micro-batches, recomputation, tied embeddings; each with an evaluation between two steps."""
@@ -109,7 +109,7 @@ class _Experts(nn.Module):
         return x.square().mean()
 
 
-def test_a_script_with_frozen_and_unused_parameters_has_the_same_bits_with_a_second_copy() -> None:
+def test_a_script_with_frozen_and_unused_parameters_has_the_same_bits_with_a_secondary_shard() -> None:
     """A script's own modules: every gather tells all ranks what it gathers."""
 
     def law(rank: int) -> None:
@@ -161,7 +161,7 @@ def test_hosts_that_run_different_units_are_told_though_each_gathers_for_itself(
     assert any(text.startswith("OrderError") and "bucket of layers.3" in text for text in told), told
 
 
-def test_between_hosts_a_second_copy_gathers_psi_once_a_step_and_takes_psi_over_its_ranks() -> None:
+def test_between_hosts_a_secondary_shard_gathers_psi_once_a_step_and_takes_psi_over_its_ranks() -> None:
     """Over 4 ranks on 2 hosts: Ψ · 3/4 over all of them for the first forward, whatever the accumulation; all else
     within a host, Ψ · 1/2 a pass less the units that are still in their buffers (Wang et al. 2023, section 3.2)."""
     for dtype, width, accumulation in (("fp32", 4, 1), ("bf16", 2, 2)):
@@ -336,7 +336,7 @@ HYBRID = ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reduce": "step
 def _calls(
     rank: int, runs: Sequence[ResolvedRun], local_world_size: int = 1
 ) -> list[tuple[list[tuple[str, str, int]], int, int]]:
-    """Of the second step: every collective and its bytes; parts of all buckets; bytes of buffers over their limit."""
+    """Of the second step: every collective and its bytes; chunks of all buckets; bytes of buffers over their limit."""
     shards = runs[0].config.zero.shard_group_size
     grid = RankGrid(dp=runs[0].dp)
     state = ParallelState(
@@ -358,33 +358,33 @@ def _calls(
         engine.train_step(micro_batches(run, state, 1), LR)
         Traffic.add = add  # type: ignore[method-assign]
         reducer = engine.sharded_model.reducer
-        parts = sum(len(bucket.gradient_chunks) for bucket in reducer.buckets)
-        found.append((calls, parts, reducer.reductions.buffer_bytes - reducer.reductions.most_buffer_bytes))
+        chunks = sum(len(bucket.gradient_chunks) for bucket in reducer.buckets)
+        found.append((calls, chunks, reducer.reductions.buffer_bytes - reducer.reductions.most_buffer_bytes))
     return found
 
 
 @pytest.mark.parametrize(("dtype", "zeros"), [("fp32", HYBRID[1:3]), ("bf16", HYBRID)], ids=["fp32", "bf16"])
-def test_replicas_sum_each_part_once_during_the_backward_in_the_format_of_reductions(
+def test_replicas_sum_each_bucket_chunk_once_during_the_backward_in_the_format_of_reductions(
     dtype: str, zeros: Sequence[dict[str, Any]]
 ) -> None:
-    """2Ψ/2 · 1/2 of `reduce_dtype` for a shard of half the parameters in 2 groups, and begun as soon as the part's last
-    reduction within the group has ended: two parts later at most."""
+    """2Ψ/2 · 1/2 of `reduce_dtype` for a shard of half the parameters in 2 groups, and begun as soon as the chunk's last
+    reduction within the group has ended: two chunks later at most."""
     precision = {"dtype": "bf16", "reduce_dtype": dtype}
     given = {"model": THREE_LAYERS, "precision": precision, "training": {"accumulation": 2}}
     runs = [run_of(4, zero={"shard_group_size": 2} | zero, **given) for zero in zeros]
     for results in run_world(4, _calls, runs):
-        for zero, (calls, parts, excess) in zip(zeros, results, strict=True):
+        for zero, (calls, chunks, excess) in zip(zeros, results, strict=True):
             rounds = 2 if zero["stage"] > 1 and "reduce" not in zero else 1
             order = [
                 axis for axis, operation, _ in calls if (axis, operation) in (("shard", "reduce_scatter"), REPLICA)
             ]
             sums = [sent for axis, operation, sent in calls if (axis, operation) == REPLICA]
             reduced = sum(sent for axis, operation, sent in calls if (axis, operation) == ("shard", "reduce_scatter"))
-            assert len(sums) == parts
-            assert order.count("shard") == parts * rounds
+            assert len(sums) == chunks
+            assert order.count("shard") == chunks * rounds
             assert sum(sums) * rounds == reduced  # 2 · 1/2 of half the elements, and 1/2 of all of them
             behind = order[: order.index("replica")].count("shard")
-            assert behind - parts * (rounds - 1) <= 3, zero
+            assert behind - chunks * (rounds - 1) <= 3, zero
             assert excess <= 0
 
 
@@ -393,11 +393,11 @@ def test_replicas_sum_during_the_backward_also_where_reductions_need_no_call_of_
     zeros = [{"stage": 1}, {"stage": 3, "reduce": "step"}]
     runs = [run_of(8, zero={"shard_group_size": 4} | zero, model=UNTIED) for zero in zeros]
     for results in run_world(8, _calls, runs, 2):
-        for zero, (calls, parts, _) in zip(zeros, results, strict=True):
+        for zero, (calls, chunks, _) in zip(zeros, results, strict=True):
             order = [
                 axis for axis, operation, _ in calls if (axis, operation) in (("shard", "reduce_scatter"), REPLICA)
             ]
-            assert order.count("shard") == order.count("replica") == parts
+            assert order.count("shard") == order.count("replica") == chunks
             assert order[: order.index("replica")].count("shard") <= 3, zero
 
 
@@ -409,10 +409,10 @@ def test_groups_that_share_the_state_train_as_one_group_does_even_if_every_resul
         run_of(4, model=UNTIED, zero=zero | {"shard_group_size": 2}, training={"accumulation": 2}) for zero in zeros
     ]
     one_group = run_world(4, _results, runs, [False] * len(runs))[0]
-    for zero, whole, parts in zip(zeros, one_group, run_world(4, _results, groups, [True] * len(runs))[0], strict=True):
-        assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6), zero
-        assert parts["norm"] == pytest.approx(whole["norm"], rel=1e-5), zero
-        assert_same(parts["gradients"], whole["gradients"], rtol=1e-4, atol=1e-7)
+    for zero, whole, split in zip(zeros, one_group, run_world(4, _results, groups, [True] * len(runs))[0], strict=True):
+        assert split["loss"] == pytest.approx(whole["loss"], rel=1e-6), zero
+        assert split["norm"] == pytest.approx(whole["norm"], rel=1e-5), zero
+        assert_same(split["gradients"], whole["gradients"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -221,7 +221,7 @@ def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
 
 
 def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Return the keys of [model] about rotary positions, from a `config.json`.  `theta`: the family's default base."""
+    """Translate a `config.json`'s rotary settings into keys of [model].  `theta`: the family's default base."""
     rope = rope_keys(config)
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", theta)}
     if (rope_type := _rope_type(rope)) == "default":

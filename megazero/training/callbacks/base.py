@@ -111,7 +111,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a callback belongs to."""
+    """What a callback can use of its run: configuration, engine, data, and the terminal."""
 
     run: ResolvedRun
     engine: Engine  # the model (`engine.chunks`, asked for anew after every step), its optimizer, and `engine.state`
