@@ -30,6 +30,7 @@ from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket
+from megazero.zero.bucket_plan import ShardingPlan, plan_sharding
 from megazero.zero.gather import SavedWeight, SavingForward, ScheduleOrder, Unit, UnitGatherer, in_backward
 from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.secondary_shard import SecondarySource
@@ -266,7 +267,7 @@ class ScriptGatherer(UnitGatherer):
         on_backward: called with the chunk and the index of a unit, before the unit's backward.
     """
 
-    only_forwards_read, unit_type, buffers_type, order_type = False, ScriptUnit, ScriptBuffers, VisitHistory
+    unit_type, buffers_type, order_type = ScriptUnit, ScriptBuffers, VisitHistory
     buffers: ScriptBuffers
 
     def __init__(self, *arguments: Any) -> None:
@@ -314,6 +315,9 @@ class ScriptModel(ShardedModel):
         self.gatherer = self.parameters.gatherer
         if isinstance(self.gatherer, ScriptGatherer):
             self.reducer.follow_units(self.gatherer)
+
+    def plan(self, model: RankModel, settings: ShardingSettings) -> ShardingPlan:
+        return plan_sharding(model, self.state, settings, hides_gathers=False)
 
     def restore(self) -> bool:
         """Turn the module back into a plain one with whole weights, if they fit on every rank.  Collective."""

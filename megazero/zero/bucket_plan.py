@@ -326,13 +326,13 @@ class ShardingPlan:
 
 
 def plan_sharding(
-    model: RankModel, state: ParallelState, settings: ShardingSettings, *, may_hide: bool
+    model: RankModel, state: ParallelState, settings: ShardingSettings, *, hides_gathers: bool = True
 ) -> ShardingPlan:
     """Plan the buckets of a model.  A collective call.
 
     Args:
-        may_hide: gathers of updated weights may overlap the next forward.  They do if the network sends without this
-            rank's help.
+        hides_gathers: gathers of updated weights overlap the next forward, if the network sends without this rank's
+            help: nothing but a unit's own forward reads its weights without a wait.
 
     Raises:
         ValueError: on every rank: the configuration does not fit the model or this machine.
@@ -344,10 +344,10 @@ def plan_sharding(
     # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
     axes = dict.fromkeys((param.placement or policy.placement).shard for param in params)
     by_themselves = [runs_by_itself(axis) for axis in axes]
-    hides = may_hide and all(by_themselves)
+    hides_gathers = hides_gathers and all(by_themselves)
     if zero.offload.optimizer == zero.offload.parameters == "none":
         sizes, layouts, buffers = _plan_layouts(model, policy, zero, state.world)
-        plan = ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy), hides)
+        plan = ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy), hides_gathers)
         adapt = added("sharding plan").get(state.device_type)
         return plan if adapt is None else adapt(plan, state.world)
     from megazero.zero.offload import Offload, give_cores, without_auto  # few runs need it
@@ -359,7 +359,7 @@ def plan_sharding(
     zero = zero.model_copy(update={"offload": offload})
     sizes, layouts, buffers = _plan_layouts(model, policy, zero, state.world)
     memory = Offload(offload, policy, layouts, moments)
-    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory, hides)
+    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory, hides_gathers)
 
 
 def _plan_layouts(

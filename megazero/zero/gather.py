@@ -387,11 +387,9 @@ class UnitGatherer:
 
     Attributes:
         running: the units whose forward is running, outermost first.
-        only_forwards_read: after an update, nothing but a unit's own forward reads its weights without a `wait`.
         unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
 
-    only_forwards_read: ClassVar[bool] = True
     unit_type: ClassVar[type[Unit]] = Unit
     buffers_type: ClassVar[type[GatherBuffers]] = GatherBuffers
     order_type: ClassVar[type[ScheduleOrder]] = ScheduleOrder

@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.comm.collectives import gather_objects
 from megazero.comm.messages import LostPeerError
 from megazero.parallel_state import ParallelState
-from megazero.zero.bucket_plan import plan_sharding
+from megazero.zero.bucket_plan import ShardingPlan, plan_sharding
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import Accumulation, GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer
@@ -54,7 +54,7 @@ class ShardedModel:
 
     def __init__(self, model: RankModel, state: ParallelState, settings: ShardingSettings) -> None:
         self.state, self.ties, factory = state, model.ties, settings.factory
-        plan = plan_sharding(model, state, settings, may_hide=self.gatherer_type.only_forwards_read)
+        plan = self.plan(model, settings)
         self.policy, self.parameters = plan.policy, ShardedParameters(model, plan, state, self.gatherer_type)
         buckets, memory = self.parameters.buckets, self.parameters.memory
         accumulation, bucket_bytes = Accumulation(settings.zero.reduce), plan.sizes.bucket_bytes
@@ -81,6 +81,10 @@ class ShardedModel:
             self.scaler = LossScaler(settings.precision)
         self.scale = 1.0
         self.begin_step(1)
+
+    def plan(self, model: RankModel, settings: ShardingSettings) -> ShardingPlan:
+        """Plan the buckets of the model.  A collective call."""
+        return plan_sharding(model, self.state, settings)
 
     @property
     def skipped_steps(self) -> int:
