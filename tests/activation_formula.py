@@ -272,7 +272,7 @@ def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
         tp,
         sequence_parallel=config.parallel.sequence_parallel and tp > 1,
         on_cuda=on_cuda,
-        has_shards=cp > 1 or config.data.document_mask,
+        has_shards=config.has_shards,
         ulysses=config.parallel.ulysses,
     )
 

@@ -186,8 +186,8 @@ def _chunks(config: RunConfig) -> int:
 
 def _rule_kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
     """On CUDA, attention over sequence shards or documents uses flash attention in 16 bits, which limits head sizes."""
-    size, has_shards = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
-    if has_shards and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
+    size = config.model.head_size
+    if config.has_shards and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
         rule = f"must be a multiple of 8 on CUDA, with parallel.cp or data.document_mask: a head has {size} elements"
         yield Problem("model.head_dim", config.model.head_dim, rule, nearest_text(nearest_multiples(size, 8)))
 
@@ -280,9 +280,7 @@ def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Prob
     variant = getattr(FAMILIES[model.family], "variant", None)
     is_changed = variant is None or variant.qk_norm != "none" or variant.qkv_bias or model.attention_bias
     is_changed = is_changed or model.attn_logit_softcapping or model.kv_lora_rank
-    is_cut = (
-        model.sliding_window or config.data.document_mask or parallel.cp > 1 or (model.num_kv_heads or 1) % parallel.tp
-    )
+    is_cut = model.sliding_window or config.has_shards or (model.num_kv_heads or 1) % parallel.tp
     if config.optimizer.qk_clip and (is_changed or is_cut):
         rule = (
             "must be unset with biases, norms or latents of queries and keys, caps, windows, data.document_mask, "

@@ -588,6 +588,11 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether attention runs over shards of a sample: a sequence split over ranks, or documents."""
+        return self.parallel.cp > 1 or self.data.document_mask
+
 
 def sections(outer: type[Section] = RunConfig, prefix: str = "") -> dict[str, type[Section]]:
     """Return the class of each section of a run file, by name: "zero", then "zero.offload" within it, and so on."""

@@ -204,7 +204,7 @@ def expert_axis(config: RunConfig, state: ParallelState) -> Axis:
 
 def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttention | None:
     """Return the attention for sequence shards or documents; None if a rank attends to whole samples."""
-    if state.cp.size == 1 and not config.data.document_mask:
+    if not config.has_shards:
         return None
     from megazero.layers.context_attention import ContextAttention
 

@@ -326,6 +326,6 @@ def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
     """Return the bytes of a step's tokens, labels and sample ids.  Sequence shards hold tokens and labels separately."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(layout.has_embedding for layout in chunks), any(layout.has_head for layout in chunks)]
-    cp, has_shards = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask
-    each = sum(uses) * config.model.seq_len // cp if has_shards else (config.model.seq_len + 1) * any(uses)
+    length = config.model.seq_len
+    each = sum(uses) * length // config.parallel.cp if config.has_shards else (length + 1) * any(uses)
     return run.accumulation * (each * run.micro_batch_size * _INT64 + ids)

@@ -153,12 +153,11 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
     """Find features that layers do not support: attention over sequence shards or documents, or the configured
     recomputation.
     """
-    has_shards, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
-    fp8 = config.precision.fp8_of_layers(config.model.num_layers)
-    if not has_shards and own == ActivationsConfig() and not fp8:
+    own, fp8 = config.activations, config.precision.fp8_of_layers(config.model.num_layers)
+    if not config.has_shards and own == ActivationsConfig() and not fp8:
         return
     blocks = [block for stage in stages_of(config) for block in stage.blocks]
-    if has_shards:
+    if config.has_shards:
         try:
             check_supports_shards(blocks, config.model.family)
         except ConfigError as error:

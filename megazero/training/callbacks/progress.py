@@ -182,7 +182,7 @@ def describe_kernels(engine: Engine) -> str:
         and engine.dtype != torch.float32
     ):
         attention = f"{current_flash_attention_impl() or 'FA2'}, which takes the window"
-    in_tiles = engine.state.cp.size > 1 or config.data.document_mask
+    in_tiles = config.has_shards
     if model.attn_logit_softcapping is not None:
         attention, in_tiles = "FlexAttention" if device.type == "cuda" else "by the plain formula", False
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
