@@ -60,10 +60,10 @@ def test_a_unit_keeps_what_the_formula_says_and_its_backward_frees_it(case: str)
     units = {name: sum(own.values()) for rank in _ranks(run) for name, own in rank.units.items()}
     for key, trace in traces.items():
         name = key if isinstance(key, str) else f"layer {run.config.model.num_layers - 1}"
-        assert trace.forward.saved_bytes == own_bytes(run, key, units[name])
+        assert trace.forward.net_bytes == own_bytes(run, key, units[name])
         assert abs(_left(trace)) <= 4  # the gradient of the scalar with which a backward starts
         for passed in (trace.forward, trace.backward):
-            assert max(span.peak for span in passed.spans) >= passed.saved_bytes
+            assert max(span.peak for span in passed.spans) >= passed.net_bytes
 
 
 def _ranks(run: ResolvedRun) -> list:
@@ -73,7 +73,7 @@ def _ranks(run: ResolvedRun) -> list:
 def _left(trace: UnitTrace) -> int:
     """What is live after all passes of a unit, and was not before: dx is as large as dy but at the ends."""
     passes = filter(None, (trace.forward, trace.backward, trace.weight))
-    return sum(passed.saved_bytes for passed in passes)
+    return sum(passed.net_bytes for passed in passes)
 
 
 def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> None:
@@ -106,7 +106,7 @@ def test_layers_with_and_without_a_window_are_traced_as_in_models_of_one_kind() 
     def layers(period: int) -> list[tuple[float, int]]:
         run = run_of(f"model.family=olmo3 model.sliding_window=8 model.full_attention_every={period}")
         traces = [trace for key, trace in trace_units(run, on_cuda=False).items() if not isinstance(key, str)]
-        return [(flops_of(trace), trace.forward.saved_bytes) for trace in traces]
+        return [(flops_of(trace), trace.forward.net_bytes) for trace in traces]
 
     (full,), (local,) = layers(1), layers(3)  # of two layers
     assert layers(2) == [local, full]

@@ -225,8 +225,8 @@ class _Walk:
             counted["activation_arena"] = counted.get("activation_arena", 0) + self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
-        elements, kept = sum(map(sum, self._state.elements.values())), self._most_saved
-        about = elements, kept, self._most_moved, self._again()
+        elements = sum(map(sum, self._state.elements.values()))
+        about = elements, self._most_saved, self._most_moved, self._again()
         name = "a rank" if self._schedule.pp == 1 else f"pipeline rank {self._stage}"
         return RankMemory(self._stage, kinds, away, peak, moment, counted, *about, name)
 
@@ -253,7 +253,7 @@ class _Walk:
                 continue
             text = f"{unit_trace.PASS_NAMES[action.op]} of {name}, micro-batch {self._number(action)}"
             moves = name in self._moves and action.op is not Op.WEIGHT
-            moved = trace.forward.saved_bytes if moves else 0
+            moved = trace.forward.net_bytes if moves else 0
             own: _Layer = action.chunk, action.microbatch, number
             if self._moves and name not in (EMBEDDING, HEAD) and action.op is not Op.WEIGHT:
                 self._work_on(action, number)
@@ -268,7 +268,7 @@ class _Walk:
                 self._gradients = live  # it falls where buckets are reduced
                 self._note(span.live + beside + held + peak - live, text)
                 self._note(span.peak + beside + held + max(made, before) - live, text)
-            self._saved += passed.saved_bytes + (-moved if is_forward else moved)
+            self._saved += passed.net_bytes + (-moved if is_forward else moved)
             if action.op is not Op.WEIGHT:
                 self._moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._moved)
@@ -287,7 +287,7 @@ class _Walk:
         for passed, at in near:
             name, trace = self._units[passed.microbatch > 0][passed.chunk][at]
             key = passed.chunk, passed.microbatch, at
-            count = trace.forward.saved_bytes if name in self._moves else 0
+            count = trace.forward.net_bytes if name in self._moves else 0
             self._near = [*(other for other in self._near if other[0] != key), (key, count)][-NEAR:]
 
     def _layers_of(self, action: Action) -> list[int]:

@@ -384,7 +384,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
     figures = RankFigures(
         planned=planned,
         planned_sent=sum(sent.sent_bytes for (axis, _), sent in traffic.items() if axis == state.shard.name),
-        layer=max((trace.forward.saved_bytes for key, trace in units.items() if not isinstance(key, str)), default=0),
+        layer=max((trace.forward.net_bytes for key, trace in units.items() if not isinstance(key, str)), default=0),
         counted=counted,
         peak=live.peak,
         allocated=live.peak - live.before,

@@ -356,7 +356,7 @@ def _unit_time(trace: UnitTrace, cluster: Cluster, links: Mapping[str, GroupLink
     for at, passed in enumerate(passes):
         later = [event for after in passes[at + 1 :] for event in after.events]
         times.append(pass_time(passed, cluster, links, later, is_compiled=is_compiled))
-    return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.saved_bytes)
+    return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.net_bytes)
 
 
 def pass_time(

@@ -92,12 +92,12 @@ class PassTrace:
 
     Args:
         events: operators and messages, in order.
-        saved_bytes: live bytes after the pass minus live bytes before it; negative if the pass frees more than it saves.
+        net_bytes: live bytes after the pass minus live bytes before it; negative if the pass frees more than it saves.
         spans: memory over time; the first span begins with the pass.
     """
 
     events: tuple[Event, ...]
-    saved_bytes: int = 0
+    net_bytes: int = 0
     spans: tuple[MemorySpan, ...] = ()
 
 
@@ -273,7 +273,7 @@ def _embedding(key: TraceKey) -> UnitTrace:
     passed = of_embedding.backward
     at = [span.parameter for span in passed.spans].index("tokens.weight")  # autograd has added the head's part by then
     summed = [span._replace(live=span.live - tied, peak=span.peak - tied) for span in passed.spans[at:]]
-    backward = replace(passed, saved_bytes=passed.saved_bytes - tied, spans=(*passed.spans[:at], *summed))
+    backward = replace(passed, net_bytes=passed.net_bytes - tied, spans=(*passed.spans[:at], *summed))
     return replace(of_embedding, backward=backward)
 
 
