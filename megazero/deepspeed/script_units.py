@@ -44,7 +44,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
 
 
-def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
+def script_units_of(stages: Sequence[nn.Module]) -> list[UnitModule]:
     """Return the units of a script's modules, in the order of their attributes, which is usually the forward order.
 
         Model                       units
@@ -56,48 +56,48 @@ def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
     A module may list its units in a method `units`.
     """
     found = []
-    for chunk, model in enumerate(chunks):
+    for stage, model in enumerate(stages):
         if callable(getattr(model, "units", None)):
-            found += [UnitModule(unit.module, unit.attributes, chunk) for unit in units_of([model])]
+            found += [UnitModule(unit.module, unit.attributes, stage) for unit in units_of([model])]
         else:
-            by_module = {unit.module: unit for unit in _find(model, chunk, False)}  # one may stand in two containers
+            by_module = {unit.module: unit for unit in _find(model, stage, False)}  # one may stand in two containers
             found += by_module.values()
     return found
 
 
-def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModule]:
+def _find(module: nn.Module, stage: int, is_element: bool) -> Iterator[UnitModule]:
     holding = [submodule for submodule in module.modules() if next(submodule.parameters(), None) is not None]
     if not holding:
         return
     direct = parameter_attributes([module])
     if (is_element or direct) and not any(isinstance(submodule, _CONTAINERS) for submodule in holding):
-        yield UnitModule(module, parameter_attributes(holding), chunk)
+        yield UnitModule(module, parameter_attributes(holding), stage)
         return
     if direct:
-        yield UnitModule(module, direct, chunk, spans_others=True)
+        yield UnitModule(module, direct, stage, spans_others=True)
     for child in module.children():
-        yield from _find(child, chunk, isinstance(module, _CONTAINERS))
+        yield from _find(child, stage, isinstance(module, _CONTAINERS))
 
 
 class VisitHistory(ScheduleOrder):
     """Records which unit follows two others as the model runs, and predicts the next unit from the second pass on.
 
-    All ranks predict the same, since they run the same code.  At the end of a pipeline's chunk, the schedule decides.
+    All ranks predict the same, since they run the same code.  At the end of a virtual stage, the schedule decides.
     """
 
-    def __init__(self, chunk_of: Sequence[int]) -> None:
-        super().__init__(chunk_of)
+    def __init__(self, stage_of: Sequence[int]) -> None:
+        super().__init__(stage_of)
         self._visits: tuple[_Visit | None, _Visit | None] = (None, None)
         self._successor: dict[tuple[_Visit | None, _Visit | None], _Visit] = {}
         self._is_scheduled = False
 
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        super().expect(chunk, is_forward)
+    def expect(self, stage: int, is_forward: bool) -> None:
+        super().expect(stage, is_forward)
         self._is_scheduled = True
 
     def record(self, unit: int, is_forward: bool) -> None:
         if is_forward and in_backward():
-            direction = "recomputation"  # which its backward follows: it ends no pass over the chunk
+            direction = "recomputation"  # which its backward follows: it ends no pass over the virtual stage
             self._following = self._announced
         else:
             direction = "backward" if not is_forward else "forward" if torch.is_grad_enabled() else "evaluation"
@@ -117,7 +117,7 @@ class VisitHistory(ScheduleOrder):
             direction, unit = visit
             after = self._successor.get((before, visit))
             is_in_order = self._is_scheduled and direction != "recomputation"
-            if is_in_order and not self.rest_of_chunk(unit, direction != "backward"):
+            if is_in_order and not self.rest_of_stage(unit, direction != "backward"):
                 forward = "evaluation" if direction == "evaluation" else "forward"
                 after = None if following is None else (forward if following.is_forward else "backward", following.unit)
                 following = None
@@ -264,7 +264,7 @@ class ScriptGatherer(UnitGatherer):
     """Gathers the units of a script's modules.
 
     Attributes:
-        on_backward: called with the chunk and the index of a unit, before the unit's backward.
+        on_backward: called with the virtual stage and the index of a unit, before the unit's backward.
     """
 
     unit_type, buffers_type, order_type = ScriptUnit, ScriptBuffers, VisitHistory

@@ -257,34 +257,34 @@ class _Visit(NamedTuple):
 class ScheduleOrder:
     """Predicts which units run next.
 
-    These are the remaining units of the current chunk, in ascending order in a forward and descending in a backward,
-    then the units of the chunk that the schedule runs next.
+    These are the remaining units of the current virtual stage, in ascending order in a forward and descending in a
+    backward, then the units of the virtual stage that the schedule runs next.
 
     Args:
-        chunk_of: the model chunk of each unit.
+        stage_of: the virtual stage of each unit.
     """
 
-    def __init__(self, chunk_of: Sequence[int]) -> None:
-        first = {chunk: chunk_of.index(chunk) for chunk in chunk_of}
-        spans = {chunk: range(start, start + chunk_of.count(chunk)) for chunk, start in first.items()}
-        self._spans, self._span_of = spans, [spans[chunk] for chunk in chunk_of]
+    def __init__(self, stage_of: Sequence[int]) -> None:
+        first = {stage: stage_of.index(stage) for stage in stage_of}
+        spans = {stage: range(start, start + stage_of.count(stage)) for stage, start in first.items()}
+        self._spans, self._span_of = spans, [spans[stage] for stage in stage_of]
         self._last: _Visit | None = None
-        self._announced: _Visit | None = None  # first unit of the chunk that the schedule announced
+        self._announced: _Visit | None = None  # first unit of the stage that the schedule announced
         self._following: _Visit | None = None  # the same, until the next unit starts
 
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        """Record which chunk the schedule runs after the current one."""
-        span = self._spans.get(chunk)  # None for a chunk without parameters
+    def expect(self, stage: int, is_forward: bool) -> None:
+        """Record which virtual stage the schedule runs after the current one."""
+        span = self._spans.get(stage)  # None for a stage without parameters
         self._announced = None if span is None else _Visit(span[0 if is_forward else -1], is_forward)
 
     def forget(self) -> None:
-        """Discard the chunk that the schedule announced."""
+        """Discard the virtual stage that the schedule announced."""
         self._announced = self._following = None
 
     def record(self, unit: int, is_forward: bool) -> None:
         """Record that a unit's forward or backward starts now."""
         self._last, self._following = _Visit(unit, is_forward), self._announced
-        if not self.rest_of_chunk(*self._last):
+        if not self.rest_of_stage(*self._last):
             self._announced = None  # an announcement is valid once
 
     def is_in_backward_of(self, unit: int) -> bool:
@@ -294,13 +294,13 @@ class ScheduleOrder:
     def upcoming(self) -> Iterator[int]:
         """Yield, in order, the units that will probably run after the last one, as far as the schedule is known."""
         if self._last is not None:
-            yield from self.rest_of_chunk(*self._last)
+            yield from self.rest_of_stage(*self._last)
         if self._following is not None:
             yield self._following.unit
-            yield from self.rest_of_chunk(*self._following)
+            yield from self.rest_of_stage(*self._following)
 
-    def rest_of_chunk(self, unit: int, is_forward: bool) -> range:
-        """Return the units of this unit's chunk that run after it in the same pass."""
+    def rest_of_stage(self, unit: int, is_forward: bool) -> range:
+        """Return the units of this unit's virtual stage that run after it in the same pass."""
         span = self._span_of[unit]
         return range(unit + 1, span.stop) if is_forward else range(unit - 1, span.start - 1, -1)
 
@@ -310,7 +310,7 @@ class GatherPlan:
     """What each unit of stage 3 gathers, and how far ahead of its use.
 
     Args:
-        units: in forward order, chunk after chunk.
+        units: in forward order, one virtual stage after the other.
         places: bucket and slot of each parameter.
         buckets_of: the buckets of each unit.
         prefetch_bytes: limit for the weights that are gathered ahead of the unit in use; one unit is always gathered
@@ -333,14 +333,14 @@ class GatherPlan:
         return len({storage_of(bucket.weights) for bucket in self.buckets}) < len(self.buckets)
 
     @cached_property
-    def first(self) -> frozenset[Bucket]:
+    def first_buckets(self) -> frozenset[Bucket]:
         """The buckets that a forward needs first: no more than it gathers at once, since the staging buffers hold no
         more.
         """
         if not self.units:
             return frozenset()
-        own, chunk = self.buckets_of[0], [unit.virtual_stage for unit in self.units].count(self.units[0].virtual_stage)
-        ahead, _ = self.ahead({storage_of(bucket.weights): bucket for bucket in own}, range(1, chunk))
+        own, count = self.buckets_of[0], [unit.virtual_stage for unit in self.units].count(self.units[0].virtual_stage)
+        ahead, _ = self.ahead({storage_of(bucket.weights): bucket for bucket in own}, range(1, count))
         return frozenset([*own, *ahead][: max(len(own), len(ahead))])
 
     def ahead(self, needed: dict[int, Bucket], following: Iterable[int]) -> tuple[list[Bucket], list[Bucket]]:
@@ -423,13 +423,13 @@ class UnitGatherer:
             self.running.pop()[1].leave()
         for bucket in self.buckets:
             # the update has started the gathers of the first units
-            if bucket not in self.plan.first and self.buffers.holds(bucket):
+            if bucket not in self.plan.first_buckets and self.buffers.holds(bucket):
                 self.buffers.wait(bucket)
 
     def start_first(self, bucket: Bucket) -> None:
         """Start the gather of an updated bucket if it is among the first that a forward needs."""
         self.buffers.source.prepare(bucket)
-        if bucket in self.plan.first:
+        if bucket in self.plan.first_buckets:
             self.buffers.unshard(bucket)
 
     def detach(self) -> None:
