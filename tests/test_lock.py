@@ -161,7 +161,10 @@ def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
         first.heartbeat()
 
 
-@pytest.mark.parametrize("content", [b'{"run": ', b'{"launchers": null}', b'{"launchers": [{}]}', b"[]"])
+BROKEN = [b'{"run": ', b'{"launchers": null}', b'{"launchers": [{}]}', b'{"run": "r", "pid": 1, "process": 4}', b"[]"]
+
+
+@pytest.mark.parametrize("content", BROKEN)
 def test_a_lock_file_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path, content: bytes) -> None:
     files = LocalFolder(tmp_path / "owner")
     files.make()
@@ -202,6 +205,13 @@ def test_a_start_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pyte
             DirectoryLock(folder).try_to_take()
     assert folder.child("owner").files() == before
     assert DirectoryLock(folder).try_to_take() is None
+
+
+def test_a_start_ends_where_what_it_creates_is_not_there(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that cleans up, or a store that accepts a file and does not show it."""
+    monkeypatch.setattr(type(folder), "create_new", lambda *_: False)
+    with pytest.raises(FileNotFoundError, match=r"00000001\.json"):
+        DirectoryLock(folder).try_to_take()
 
 
 def test_an_owner_whose_lock_file_was_removed_creates_it_again(folder: Folder) -> None:

@@ -1,7 +1,7 @@
 """One owner for each directory that a run writes, by a lock file with a heartbeat.
 
     owner/00000007.json     the lock: run, process, host, since when; created once, never replaced
-    owner/00000007.beat     a time that the owner writes every 10 s while it runs; "released" after its end
+    owner/00000007.beat     a new random text from the owner every 10 s while it runs; "released" after its end
 
 A process takes the lock by creating the file of the next number, which only one process can do.  It then removes the
 file of the previous owner.  Before it writes anything, every process of a run checks whether the run's lock file is
@@ -17,6 +17,7 @@ FUSE, `flock` locks only within one host, without notice.  Its `SoftFileLease` r
 with the same host name as gone, and takes over after an outage of the storage.
 """
 
+import errno
 import os
 import re
 import socket
@@ -45,7 +46,7 @@ HEARTBEAT_SECONDS = 10.0  # time between two heartbeats
 GONE_SECONDS = 60.0  # an owner without a heartbeat for this long has ended
 LOOK_SECONDS = 1.0  # time between two looks at the heartbeat of an owner on another host
 GONE_LOOKS = int(GONE_SECONDS / LOOK_SECONDS)
-_ANSWER_SECONDS = 5.0  # wait so long for a new file to appear, and for the first answer after this process was frozen
+_ANSWER_SECONDS = 5.0  # wait so long for a new file to appear, twice for the first answer after this process was frozen
 _RELEASED = b"released\n"
 _LOCK_FILE = re.compile(r"\d{8}\.json")
 _OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # earlier releases wrote `.by`
@@ -160,6 +161,8 @@ class DirectoryLock:
         """Create a lock file and remove older ones.  Return whether it is the newest, which this process then holds."""
         self._files.make()
         if not self._files.create_new(lock.name, lock.content):
+            if not _lock_files(self._files):
+                raise FileNotFoundError(errno.ENOENT, "a new file is not there", f"{self._files}/{lock.name}")
             return False  # another process created it first, or a later owner has removed it
         if _lock_files(self._files)[-1:] != [lock.name]:
             self._files.remove(lock.name)  # several owners have taken the lock since this process looked
@@ -200,7 +203,7 @@ class DirectoryLock:
             self.held.check()
             if not self._create(self.held):
                 self.held.check()
-        self._files.write(f"{self.held.name[:8]}.beat", f"{time.time_ns()}\n".encode())
+        self._files.write(f"{self.held.name[:8]}.beat", f"{uuid.uuid4().hex}\n".encode())
         return was_there
 
     def release(self) -> None:
@@ -267,7 +270,7 @@ class Ownership:
         if self._locks and self._is_old() and self._looked != self._waited:
             # the process may have been frozen until now; or a request hangs: then wait once
             self._waited = self._looked
-            _within(_ANSWER_SECONDS, lambda: self._error is not None or not self._is_old())
+            _within(2 * _ANSWER_SECONDS, lambda: self._error is not None or not self._is_old())
         if self._error is not None:
             raise self._error
 
@@ -309,7 +312,7 @@ class Ownership:
                 elif lock.taken_from is not None:
                     self._log(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
         except OSError as error:
-            hint = "correct training.run_dir or checkpoint.directory, or make the bucket"
+            hint = "see that it exists, may be written and has free space, or set training.run_dir and checkpoint.directory"
             raise CheckpointError(f"{lock.folder} cannot be written ({error}); {hint}") from error
         return ""
 
@@ -354,7 +357,7 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
                 return True
         if time.monotonic() > end:
             return False
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def _lock_files(files: Folder) -> list[str]:
@@ -370,5 +373,6 @@ def _newest(files: Folder, names: Sequence[str]) -> tuple[str, Owner]:
 def _owner_in(files: Folder, name: str) -> Owner:
     with suppress(ValueError, TypeError):
         owner = Owner(**parse_json(files.read_if_there(name)))
-        return replace(owner, launchers=sorted({*owner.launchers}))
+        # a TypeError if one of these is no text
+        return replace(owner, process="" + owner.process, launchers=sorted({*owner.launchers}))
     return Owner(f"an unknown run, whose lock file {files}/{name} cannot be parsed")
