@@ -22,7 +22,7 @@ class Interleaved(ScheduleFactory):
         if microbatches % pp:
             nearest = " and ".join(map(str, nearest_multiples(microbatches, pp)))
             hint = f"nearest: {nearest}"
-            raise ValueError(f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; {hint}")
+            raise ValueError(f"it needs micro-batches in multiples of pp={pp}, got {microbatches}; {hint}")
 
         def order(op: Op, order_of_chunks: list[int]) -> list[Action]:
             groups = range(0, microbatches, pp)
