@@ -312,7 +312,7 @@ class Ownership:
                 elif lock.taken_from is not None:
                     self._log(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
         except OSError as error:
-            hint = "see that it exists, may be written and has free space, or set training.run_dir and checkpoint.directory"
+            hint = "its disk or bucket must exist, be writable and have space; or set other directories in the run file"
             raise CheckpointError(f"{lock.folder} cannot be written ({error}); {hint}") from error
         return ""
 
