@@ -117,6 +117,10 @@ def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda
         else:
             found[own_rank] = result
 
+    # Where torch 2.11 is built for CUDA and there is no GPU, the first thread that enters fake tensors owns torch's stand-in
+    # for the GPU.  A rank's thread ends, and after it the next one would crash.
+    with FakeTensors():
+        pass
     with without_files():
         world.lockstep.run({own_rank: partial(program, own_rank) for own_rank in simulated})
     problems = tuple(_problems(world.lockstep))

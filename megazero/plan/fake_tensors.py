@@ -35,11 +35,6 @@ from megazero.layers import experts
 _aten = torch.ops.aten
 _LIMIT = 512  # columns that oneDNN and attention take at once
 
-# Where torch 2.11 is built for CUDA and there is no GPU, the first thread that enters the mode owns torch's stand-in for the
-# GPU.  After this thread has ended, the next one would crash.
-with FakeTensorMode():
-    pass
-
 
 def kernel_bytes(*, on_cuda: bool) -> Callable[[Any, Any, Any], int]:
     """Return the function that gives the bytes used inside an operator's kernel; for GPU kernels, it returns 0 (unknown)."""
